@@ -1,0 +1,13 @@
+"""The draft head of the small target that ships with the project: 2 causal layers, mixed fill."""
+
+from train.config import DistillConfig, OptimizerConfig
+
+
+def get_config() -> DistillConfig:
+    return DistillConfig(
+        target="runs/target",
+        data="runs/regenerated.jsonl",
+        steps=3000,
+        target_layer_ids=(0, 1, 2),
+        optimizer=OptimizerConfig(learning_rate=2e-3, matrix_learning_rate=0.02, warmup_steps=100),
+    )

@@ -1,0 +1,315 @@
+"""Generation for people: prompts in, results out; batches, buckets, streaming and timing around the compiled loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetspec_jax.cache import KVCache
+from jetspec_jax.compiled import compiled
+from jetspec_jax.decode import DecodeState, Drafter, LoopSpec, NoDrafter, decode, prefill
+from jetspec_jax.head import DraftHead
+from jetspec_jax.models import Target
+from jetspec_jax.sampling import Sampling
+from jetspec_jax.target import TargetModel
+from jetspec_jax.tree import TreeShape
+from kernels.pallas.tree_attention import causal_mask
+
+Method = Literal["jetspec", "chain", "ar"]
+METHODS: tuple[Method, ...] = ("jetspec", "chain", "ar")
+_MAX_CHUNK = 512
+_MIN_CAPACITY = 64
+_NO_LIMIT = np.int32(np.iinfo(np.int32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """What `generate` does with every prompt.
+
+    method: `jetspec` (trees), `chain` (one path per round) or `ar` (plain decoding).
+    budget: nodes per tree, the root not counted. tree_width: children scored per node.
+    max_new_tokens: a cap on each text. temperature, top_k, top_p, min_p: see `Sampling`.
+    seed: row i of the prompts draws with seed + i, whatever batch it is in.
+    batch_size: prompts decoded together.
+
+    Raises:
+        ValueError: a value is out of range; the message names it.
+    """
+
+    method: Method = "jetspec"
+    budget: int = 256
+    tree_width: int = 8
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        for name in ("budget", "tree_width", "max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.sampling  # noqa: B018 - raises for values out of range
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the target chooses tokens."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """One prompt's answer.
+
+    prompt: as it was given; None for a prompt of ids. text: the answer without special tokens; None without a
+        tokenizer. token_ids: the answer's, the end-of-sequence token included. prompt_tokens: their number.
+    finish_reason: "stop" (an end-of-sequence token) or "length" (max_new_tokens).
+    rounds: target forwards after prefill. accepted_lengths: tokens committed by each of them.
+    mean_accepted_length: tau, sum(accepted_lengths) / rounds; tokens cut off by a stop or cap do not count, nor
+        does the first token, which prefill gives. 0 when there was no round.
+    drafted: per token, whether it was an accepted draft (otherwise the target gave it).
+    budget, method: what was asked for. seconds: of the batch that the prompt was in, prefill included,
+    compilation excluded. tokens_per_second: of this prompt, len(token_ids) / seconds.
+    """
+
+    prompt: str | None
+    text: str | None
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: Literal["stop", "length"]
+    rounds: int
+    accepted_lengths: list[int]
+    mean_accepted_length: float
+    drafted: list[bool]
+    budget: int
+    method: Method
+    seconds: float
+    tokens_per_second: float
+
+
+class Progress(NamedTuple):
+    """A batch under way, on the host; arrays as in `DecodeState`, one row a prompt."""
+
+    first: int
+    tokens: np.ndarray
+    prompt_lengths: np.ndarray
+    ends: np.ndarray
+    token_rounds: np.ndarray
+    drafted: np.ndarray
+    rounds: np.ndarray
+    finished: np.ndarray
+    seconds: float
+
+    def row(self, index: int) -> tuple[list[int], list[bool]]:
+        """The new tokens of a row so far, and which of them were drafted."""
+        span = slice(self.prompt_lengths[index], self.ends[index])
+        return self.tokens[index, span].tolist(), self.drafted[index, span].tolist()
+
+
+def generate(
+    target: Target,
+    head: DraftHead | None,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    config: GenerationConfig | None = None,
+    *,
+    rounds_per_call: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    **options: object,
+) -> list[GenerationResult]:
+    """Answers prompts, losslessly: the tokens are the target's own.
+
+    Args:
+        target: from `load_target`.
+        head: from `load_draft_head`; None only with method "ar".
+        prompts: texts, put as they are through the tokenizer (see `chat_prompt`), or lists of token ids.
+        config: what to do; `options` are fields of `GenerationConfig` that override it.
+        rounds_per_call: rounds between two calls of `on_progress`; None decodes each batch in one call.
+        on_progress: sees every batch after prefill and after each call.
+
+    Returns:
+        One result per prompt, in order.
+
+    Raises:
+        ValueError: a prompt is empty, too long or has ids outside the vocabulary, or an option is out of range;
+            raised before anything is compiled.
+    """
+    config = dataclasses.replace(config or GenerationConfig(), **options)  # type: ignore[arg-type]
+    if config.method != "ar" and head is None:
+        raise ValueError(f"method {config.method} needs a draft head; give one, or use method ar")
+    rows = [prompt_ids(target, prompt) for prompt in prompts]
+    for index, row in enumerate(rows):
+        check_prompt(row, target, config.max_new_tokens, f"prompt {index}")
+    results: list[GenerationResult] = []
+    for first in range(0, len(rows), config.batch_size):
+        batch = rows[first : first + config.batch_size]
+        for progress in _run(target, head, batch, first, config, rounds_per_call):
+            if on_progress:
+                on_progress(progress)
+        results += [_result(target, prompts[first + i], progress, i, config) for i in range(len(batch))]
+    return results
+
+
+def prompt_ids(target: Target, prompt: str | Sequence[int]) -> list[int]:
+    """The token ids of a prompt; texts go through the tokenizer unchanged."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if target.tokenizer is None:
+        raise ValueError(f"{target.path} has no tokenizer, so that prompts must be token ids (--prompt-ids 1,2,3)")
+    return list(target.tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def chat_prompt(target: Target, text: str) -> str:
+    """A user's message in the tokenizer's chat template, ready for the assistant's answer."""
+    if target.tokenizer is None:
+        raise ValueError(f"{target.path} has no tokenizer, so that prompts must be token ids (--prompt-ids 1,2,3)")
+    if not target.tokenizer.chat_template:
+        return text
+    message = [{"role": "user", "content": text}]
+    return str(target.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+
+
+def check_prompt(row: Sequence[int], target: Target, max_new_tokens: int, where: str) -> None:
+    """Raises ValueError, naming `where`, unless a prompt's ids can be answered by the target."""
+    limit, vocab = target.config.max_position_embeddings, target.config.vocab_size
+    if not row:
+        raise ValueError(f"{where} is empty; it needs at least one token")
+    outside = [token for token in row if not 0 <= token < vocab]
+    if outside:
+        raise ValueError(f"{where} has token id {outside[0]}, outside the vocabulary of {vocab} (0 to {vocab - 1})")
+    if len(row) + max_new_tokens > limit:
+        raise ValueError(
+            f"{where} has {len(row)} tokens, and with max_new_tokens {max_new_tokens} would reach "
+            f"{len(row) + max_new_tokens}, over the model's limit of {limit}; shorten it or lower --max-new-tokens"
+        )
+
+
+def bucket(size: int) -> int:
+    """`size` rounded up to one of few: powers of two, and from 2048 on four steps between them."""
+    power = 1 << max(size - 1, 0).bit_length()
+    if power <= 2048:
+        return power
+    step = power // 8
+    return -(-size // step) * step
+
+
+def tree_shape(config: GenerationConfig, drafter: Drafter, vocab: int) -> TreeShape:
+    """The trees that a method drafts."""
+    if not isinstance(drafter, DraftHead):
+        return TreeShape(0, 1, 0)
+    depth = drafter.depth
+    if config.method == "chain":
+        return TreeShape(min(config.budget, depth), 1, min(config.budget, depth))
+    return TreeShape(config.budget, min(config.tree_width, vocab), depth)
+
+
+def _run(
+    target: Target,
+    head: DraftHead | None,
+    rows: list[list[int]],
+    first: int,
+    config: GenerationConfig,
+    rounds_per_call: int | None,
+) -> Iterator[Progress]:
+    """Decodes one batch; a short last batch is padded with empty rows, so that it compiles nothing new."""
+    drafter: Drafter = NoDrafter() if config.method == "ar" or head is None else head
+    shape = tree_shape(config, drafter, target.config.vocab_size)
+    sampling = config.sampling
+    spec = LoopSpec(shape, target.eos_token_ids, sampling.mode)
+    lengths = np.zeros(config.batch_size, np.int32)
+    lengths[: len(rows)] = [len(row) for row in rows]
+    chunk = min(bucket(max(16, int(lengths.max()))), _MAX_CHUNK)
+    capacity = bucket(max(_MIN_CAPACITY, int(lengths.max()) + config.max_new_tokens))
+    tokens = np.zeros((config.batch_size, capacity), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    seeds = (config.seed + first + np.arange(config.batch_size)).astype(np.uint32)
+    limits = np.where(lengths > 0, lengths + config.max_new_tokens, 0).astype(np.int32)
+
+    inputs = (target.model, drafter, tokens, lengths, limits, seeds, sampling.knobs)
+    static = {"eos_ids": spec.eos_ids, "mode": spec.mode, "chunk": chunk}
+    calls = _NO_LIMIT if rounds_per_call is None else np.int32(rounds_per_call)
+    with _precision(target):
+        start_program = compiled(prefill, *inputs, **static)
+        state_shape = jax.eval_shape(lambda *x: prefill(*x, **static), *inputs)
+        loop_program = compiled(decode, target.model, drafter, state_shape, calls, sampling.knobs, spec=spec)
+    started = time.perf_counter()
+    state = start_program(*inputs)
+    progress = _progress(state, lengths, first, started)
+    yield progress
+    while not progress.finished.all():
+        state = loop_program(target.model, drafter, state, calls, sampling.knobs)
+        progress = _progress(state, lengths, first, started)
+        yield progress
+
+
+def _precision(target: Target) -> contextlib.AbstractContextManager[None]:
+    """Full float32 products for a float32 target: accelerators otherwise round their operands to fewer bits."""
+    exact = target.model.model.norm.weight[...].dtype == np.float32
+    return jax.default_matmul_precision("highest" if exact else "default")
+
+
+def _progress(state: DecodeState, prompt_lengths: np.ndarray, first: int, started: float) -> Progress:
+    arrays = jax.device_get(
+        (state.tokens, state.lengths, state.token_rounds, state.drafted, state.rounds, state.finished)
+    )
+    tokens, lengths, token_rounds, drafted, rounds, finished = arrays
+    seconds = time.perf_counter() - started
+    return Progress(first, tokens, prompt_lengths, lengths + 1, token_rounds, drafted, rounds, finished, seconds)
+
+
+def _result(
+    target: Target, prompt: str | Sequence[int], progress: Progress, index: int, config: GenerationConfig
+) -> GenerationResult:
+    token_ids, drafted = progress.row(index)
+    begin, rounds = int(progress.prompt_lengths[index]), int(progress.rounds[index])
+    by_round = np.bincount(progress.token_rounds[index, begin : begin + len(token_ids)], minlength=rounds + 1)[1:]
+    tokenizer = target.tokenizer
+    return GenerationResult(
+        prompt=prompt if isinstance(prompt, str) else None,
+        text=None if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=True)),
+        token_ids=token_ids,
+        prompt_tokens=begin,
+        finish_reason="stop" if token_ids[-1] in target.eos_token_ids else "length",
+        rounds=rounds,
+        accepted_lengths=by_round.tolist(),
+        mean_accepted_length=float(by_round.sum() / rounds) if rounds else 0.0,
+        drafted=drafted,
+        budget=config.budget,
+        method=config.method,
+        seconds=progress.seconds,
+        tokens_per_second=len(token_ids) / progress.seconds,
+    )
+
+
+def top_two_gap(target: Target, tokens: Sequence[int]) -> float:
+    """The gap between the target's best and second-best next-token logits after `tokens`.
+
+    Small gaps are near-ties, where differently ordered sums may choose differently.
+    """
+    padded = np.zeros((1, bucket(max(16, len(tokens)))), np.int32)
+    padded[0, : len(tokens)] = tokens
+    with _precision(target):
+        logits = compiled(_logits_at, target.model, padded, np.int32(len(tokens) - 1))
+        values = np.sort(np.asarray(logits(target.model, padded, np.int32(len(tokens) - 1))))
+    return float(values[-1] - values[-2])
+
+
+@jax.jit
+def _logits_at(model: TargetModel, tokens: jax.Array, index: jax.Array) -> jax.Array:
+    """Next-token logits `[vocab]` after `tokens[0, index]`, from one forward without a cache."""
+    length = tokens.shape[1]
+    empty = KVCache.zeros(model.config, 1, 1, model.model.norm.weight[...].dtype)
+    positions = jnp.arange(length, dtype=jnp.int32)[None]
+    out = model(tokens, positions, empty, jnp.zeros((1,), jnp.int32), causal_mask(length))
+    return model.logits(out.hidden[0, index])

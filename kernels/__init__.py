@@ -1,0 +1,1 @@
+"""Accelerator kernels; they depend on JAX alone."""

@@ -1,0 +1,35 @@
+"""Block masks as packed bits: `uint32[batch, nodes, ceil(nodes / 32)]`; bit j % 32 of word j // 32 is node j."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def pack_mask(mask: jax.Array) -> jax.Array:
+    """Packed bits `uint32[..., ceil(N / 32)]` of a boolean mask `[..., N]`."""
+    padded = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
+    words = padded.reshape(*mask.shape[:-1], -1, 32).astype(jnp.uint32)
+    return jnp.sum(words << _bit_index(words), axis=-1, dtype=jnp.uint32)
+
+
+def unpack_mask(packed: jax.Array, nodes: int) -> jax.Array:
+    """The boolean mask `[..., nodes]` of packed bits `uint32[..., ceil(nodes / 32)]`."""
+    words = jnp.broadcast_to(packed[..., None], (*packed.shape, 32))
+    bits = (words >> _bit_index(words)) & jnp.uint32(1)
+    return (bits != 0).reshape(*packed.shape[:-1], -1)[..., :nodes]
+
+
+def causal_mask(nodes: int) -> jax.Array:
+    """The packed mask `[1, nodes, words]` under which node i sees nodes 0..i."""
+    return pack_mask(jnp.asarray(np.tri(nodes, dtype=bool)[None]))
+
+
+def full_mask(nodes: int) -> jax.Array:
+    """The packed mask `[1, nodes, words]` under which every node sees every node."""
+    return pack_mask(jnp.ones((1, nodes, nodes), bool))
+
+
+def _bit_index(words: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)

@@ -1,0 +1,80 @@
+"""The XLA implementation: einsum over the prefix in chunks with a running softmax, so that memory stays bounded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels.pallas.tree_attention.masks import unpack_mask
+
+# Prefix rows scored at once. The loop over chunks stops at the longest row, so that time follows the
+# committed length and not the cache's capacity.
+CHUNK = 512
+
+
+class Running(NamedTuple):
+    """A softmax under way: maximum and sum `[B, K, G, N]`, weighted values `[B, K, G, N, D]`, all float32."""
+
+    maximum: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache_key: jax.Array,
+    cache_value: jax.Array,
+    lengths: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+) -> jax.Array:
+    """See `tree_attention`; arguments are already checked."""
+    batch, nodes, heads, head_dim = query.shape
+    kv_heads, capacity = cache_key.shape[2], cache_key.shape[1]
+    grouped = query.reshape(batch, nodes, kv_heads, heads // kv_heads, head_dim)
+    visible = unpack_mask(mask, nodes)[:, None, None]
+    state = _include(None, grouped, key, value, visible, scale)
+
+    def include_chunk(index: jax.Array | int, state: Running, size: int) -> Running:
+        # The last chunk is moved back to fit; the rows that it repeats are masked by `start`.
+        start = jnp.minimum(index * size, capacity - size)
+        keys = jax.lax.dynamic_slice_in_dim(cache_key, start, size, axis=1)
+        values = jax.lax.dynamic_slice_in_dim(cache_value, start, size, axis=1)
+        rows = start + jnp.arange(size)
+        live = (rows >= index * size)[None] & (rows[None] < lengths[:, None])
+        values = jnp.where(live[:, :, None, None], values, jnp.zeros((), values.dtype))
+        return _include(state, grouped, keys, values, live[:, None, None, None], scale)
+
+    if capacity <= CHUNK:
+        state = include_chunk(0, state, capacity)
+    else:
+        chunks = (jnp.max(lengths) + CHUNK - 1) // CHUNK
+        state = jax.lax.fori_loop(0, chunks, lambda i, s: include_chunk(i, s, CHUNK), state)
+    out = state.values / jnp.where(state.total == 0, 1.0, state.total)[..., None]
+    return jnp.moveaxis(out, 3, 1).reshape(query.shape).astype(query.dtype)
+
+
+def _include(
+    state: Running | None, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, scale: float
+) -> Running:
+    """The running softmax after the given keys, where `visible` (broadcast to `[B, K, G, N, M]`)."""
+    scores = jnp.einsum("bnkgd,bmkd->bkgnm", query, key, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(visible, scores, -jnp.inf)
+    maximum = jnp.max(scores, axis=-1)
+    if state is not None:
+        maximum = jnp.maximum(maximum, state.maximum)
+    # A row that has seen nothing yet keeps maximum -inf; exponents are then taken against 0.
+    base = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
+    weights = jnp.exp(scores - base[..., None])
+    total = jnp.sum(weights, axis=-1)
+    values = jnp.einsum("bkgnm,bmkd->bkgnd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    if state is not None:
+        decay = jnp.exp(state.maximum - base)
+        total = total + decay * state.total
+        values = values + decay[..., None] * state.values
+    return Running(maximum, total, values)

@@ -1,0 +1,386 @@
+"""Checkpoints: what is written is read back to the byte, and what cannot be used is refused by file and field."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from safetensors.flax import load_file, save_file
+
+from jetspec_jax.cache import KVCache
+from jetspec_jax.checkpoint import (
+    CheckpointError,
+    eos_ids,
+    load_head_model,
+    load_target_model,
+    save_draft_head,
+    save_target,
+    tensor_names,
+)
+from jetspec_jax.config import HeadConfig, TargetConfig
+from jetspec_jax.head import DraftHead
+from jetspec_jax.target import TargetModel
+from kernels.pallas.tree_attention import causal_mask
+
+SIZES = {
+    "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 4,
+}  # fmt: skip
+TARGET = TargetConfig(**SIZES, num_hidden_layers=3)
+HEAD = HeadConfig(
+    **SIZES, num_hidden_layers=2, block_size=5, num_target_layers=3, target_layer_ids=(0, 2), mask_token_id=10,
+    causal_head=True,
+)  # fmt: skip
+INDEX = "model.safetensors.index.json"
+
+
+def filled(kind, config, dtype=jnp.float32):
+    """A module with random parameters of a size at which every field matters."""
+    rng = np.random.default_rng(0)
+    abstract = jax.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.7, x.shape).astype(np.float32), dtype), abstract)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One target and one head on disk."""
+    root = tmp_path_factory.mktemp("saved")
+    save_target(root / "target", filled(TargetModel, TARGET))
+    save_draft_head(root / "head", filled(DraftHead, HEAD))
+    return root
+
+
+@pytest.fixture
+def target(saved, tmp_path):
+    """A copy of the target's checkpoint, to spoil."""
+    return shutil.copytree(saved / "target", tmp_path / "target")
+
+
+@pytest.fixture
+def head(saved, tmp_path):
+    """A copy of the head's checkpoint, to spoil."""
+    return shutil.copytree(saved / "head", tmp_path / "head")
+
+
+def edit(directory, **fields):
+    """Sets fields of config.json; None removes one."""
+    path = directory / "config.json"
+    data = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
+
+
+def edit_layout(directory, **fields):
+    """Sets fields of the head's dflash_config; None removes one."""
+    layout = {**json.loads((directory / "config.json").read_text())["dflash_config"], **fields}
+    edit(directory, dflash_config={k: v for k, v in layout.items() if v is not None})
+
+
+def same_bytes(left, right):
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert (value.dtype, value.shape) == (right[name].dtype, right[name].shape)
+        assert np.asarray(value).tobytes() == np.asarray(right[name]).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_target_is_read_back_to_the_byte(tmp_path, tied, dtype):
+    """Config, tensors and dtype; the lm_head is stored exactly when it is not the embedding."""
+    model = filled(TargetModel, dataclasses.replace(TARGET, tie_word_embeddings=tied, rope_theta=5e5), dtype)
+    save_target(tmp_path, model, eos_token_ids=(3, 5))
+    loaded = load_target_model(tmp_path, None)
+    assert loaded.config == model.config
+    same_bytes(tensor_names(model), tensor_names(loaded))
+    stored = load_file(tmp_path / "model.safetensors")
+    same_bytes(tensor_names(model), stored)
+    assert ("lm_head.weight" in stored) is not tied
+    assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.2.self_attn.k_norm.weight"} <= set(stored)
+    assert eos_ids(tmp_path) == (3, 5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_saved_head_is_read_back_to_the_byte(tmp_path, causal, dtype):
+    """Config with every layout field, tensors and dtype, in the published layout."""
+    config = dataclasses.replace(HEAD, causal_head=causal, mixed_fill=0.25, enable_thinking=not causal)
+    model = filled(DraftHead, config, dtype)
+    save_draft_head(tmp_path, model)
+    loaded = load_head_model(tmp_path, None)
+    assert loaded.config == config
+    same_bytes(tensor_names(model), tensor_names(loaded))
+    stored = load_file(tmp_path / "model.safetensors")
+    same_bytes(tensor_names(model), stored)
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.mlp.down_proj.weight"} <= set(stored)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architectures"] == ["DFlashDraftModel"]
+    assert written["dflash_config"]["causal_head"] is causal
+
+
+def test_the_requested_dtype_wins_over_the_files(target):
+    """`dtype` None keeps the file's; any other is converted to."""
+    leaves = tensor_names(load_target_model(target, jnp.bfloat16)).values()
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+
+
+def shard(directory):
+    """Splits model.safetensors in two, with an index; returns the index's data."""
+    tensors = load_file(directory / "model.safetensors")
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    (directory / "model.safetensors").unlink()
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index))
+    return index
+
+
+def test_shards_with_an_index_load_like_one_file(saved, target):
+    """The same tensors, wherever they lie."""
+    shard(target)
+    whole, sharded = (tensor_names(load_target_model(x, None)) for x in (saved / "target", target))
+    same_bytes(whole, sharded)
+
+
+def refused(load, directory, *parts):
+    """Loading fails with one CheckpointError that names all of `parts`."""
+    with pytest.raises(CheckpointError) as caught:
+        load(directory, None)
+    for part in parts:
+        assert str(part) in str(caught.value)
+    return str(caught.value)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_all_listed_at_once(target):
+    """One error: two missing, two unexpected, two of a wrong shape, each by name."""
+    tensors = load_file(target / "model.safetensors")
+    del tensors["model.norm.weight"], tensors["lm_head.weight"]
+    tensors |= {"model.layers.3.mlp.up_proj.weight": jnp.zeros((12, 8)), "extra": jnp.zeros(1)}
+    tensors["model.layers.0.self_attn.q_proj.weight"] = jnp.zeros((8, 16))  # transposed
+    tensors["model.layers.1.input_layernorm.weight"] = jnp.zeros(9)
+    save_file(tensors, target / "model.safetensors")
+    message = refused(
+        load_target_model, target, target,
+        "missing model.norm.weight (8,)", "missing lm_head.weight (11, 8)",
+        "unexpected model.layers.3.mlp.up_proj.weight", "unexpected extra",
+        "model.layers.0.self_attn.q_proj.weight has shape (8, 16), expected (16, 8)",
+        "model.layers.1.input_layernorm.weight has shape (9,), expected (8,)",
+    )  # fmt: skip
+    assert "k_proj" not in message, "what fits is not listed"
+
+
+def test_a_tied_target_may_store_its_embedding_a_second_time_as_lm_head(tmp_path):
+    """Published tied Qwen3 checkpoints (0.6B among them) hold lm_head.weight although it is the embedding."""
+    save_target(tmp_path, filled(TargetModel, dataclasses.replace(TARGET, tie_word_embeddings=True)))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
+    same_bytes(tensors, tensor_names(load_target_model(tmp_path, None)))
+
+
+def test_an_index_that_names_a_missing_file_is_refused_with_that_file(target):
+    """Also when only one shard of several is missing."""
+    shard(target)
+    (target / "model-00002-of-00002.safetensors").unlink()
+    message = refused(load_target_model, target, target / INDEX, target / "model-00002-of-00002.safetensors")
+    assert "model-00001" not in message
+
+
+def test_an_index_that_names_the_wrong_shard_is_refused_with_the_tensor(target):
+    """The index says that a tensor is in a file that does not hold it."""
+    index = shard(target)
+    index["weight_map"]["model.norm.weight"] = next(
+        file for file in index["weight_map"].values() if file != index["weight_map"]["model.norm.weight"]
+    )
+    (target / INDEX).write_text(json.dumps(index))
+    refused(load_target_model, target, target, "model.norm.weight")
+
+
+def test_an_index_without_a_map_lists_every_tensor_as_missing(target):
+    """An empty index is not an empty model."""
+    shard(target)
+    (target / INDEX).write_text("{}")
+    message = refused(load_target_model, target, target)
+    assert message.count("missing ") == len(tensor_names(filled(TargetModel, TARGET)))
+
+
+@pytest.mark.parametrize("kept", [0.0, 4, 0.02, 0.5, -1])
+def test_a_truncated_file_is_refused_by_name(target, kept):
+    """Nothing, half a header length, half a header, half of the tensors, all but a byte."""
+    path = target / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
+    refused(load_target_model, target, path)
+
+
+def test_missing_files_are_named(target, head):
+    """A directory without tensors, without config.json, or with one that is no JSON object."""
+    (target / "model.safetensors").unlink()
+    refused(load_target_model, target, target, "model.safetensors")
+    (head / "config.json").write_text("[1]")
+    refused(load_head_model, head, head / "config.json", "JSON object")
+    (head / "config.json").write_text('{"a": ')
+    refused(load_head_model, head, head / "config.json", "JSON")
+    (head / "config.json").unlink()
+    refused(load_head_model, head, head / "config.json")
+
+
+UNSUPPORTED = {
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
+    "attention_bias": True,
+    "hidden_act": "gelu",
+    "use_sliding_window": True,
+    "quantization_config": {"quant_method": "fp8"},
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "final_logit_softcapping": 30.0,  # unknown
+}
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_unsupported_and_unknown_fields_are_refused_by_name(target, head, field):
+    """No field of a config.json is silently ignored, in targets and in heads."""
+    for directory, load in ((target, load_target_model), (head, load_head_model)):
+        edit(directory, **{field: UNSUPPORTED[field]})
+        refused(load, directory, directory / "config.json", field)
+
+
+def test_all_refused_and_missing_fields_are_in_one_error(target):
+    """Not the first one only."""
+    edit(target, attention_bias=True, logit_scale=2.0, hidden_size=None, vocab_size=None)
+    refused(load_target_model, target, "attention_bias=True", "logit_scale=2.0", "hidden_size", "vocab_size")
+
+
+@pytest.mark.parametrize("field", [*SIZES, "num_hidden_layers"])
+def test_a_missing_size_is_refused_by_name(target, field):
+    """Sizes have no defaults, except head_dim, which is transformers' 128 and does not fit here."""
+    edit(target, **{field: None})
+    if field == "head_dim":
+        refused(load_target_model, target, "self_attn.q_proj.weight has shape (16, 8), expected (512, 8)")
+    else:
+        refused(load_target_model, target, target / "config.json", field)
+
+
+@pytest.mark.parametrize(
+    "field", ["target_layer_ids", "mask_token_id", "causal_head", "block_size", "num_target_layers"]
+)
+def test_a_head_without_a_layout_key_is_refused_by_name(head, field):
+    """The layout decides what slots mean; it is never guessed."""
+    edit(head, **{field: None})
+    edit_layout(head, **{field: None})
+    refused(load_head_model, head, head / "config.json", field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("target_layer_ids", [0, 3]), ("target_layer_ids", []), ("mask_token_id", 11),
+                         ("mask_token_id", -1), ("draft_shift", True)]
+)  # fmt: skip
+def test_an_impossible_or_unknown_layout_is_refused_by_name(head, field, value):
+    """Layers that the target lacks, a mask outside the vocabulary, a layout that is not understood."""
+    edit_layout(head, **{field: value})
+    refused(load_head_model, head, head / "config.json", field)
+
+
+def test_a_block_needs_a_slot_after_its_anchor(head):
+    """block_size 1 drafts nothing."""
+    edit(head, block_size=1)
+    refused(load_head_model, head, head / "config.json", "block_size")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_size", "8"), ("num_hidden_layers", 3.0), ("num_key_value_heads", 3), ("head_dim", 3),
+     ("num_attention_heads", 0), ("vocab_size", -1)],
+)  # fmt: skip
+def test_impossible_sizes_are_refused_by_name(target, field, value):
+    """Strings, fractions, zero, and head counts or dimensions that do not divide."""
+    edit(target, **{field: value})
+    refused(load_target_model, target, target / "config.json", field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("block_size", "4"), ("num_target_layers", "3"), ("mask_token_id", "10"), ("target_layer_ids", ["0", "2"]),
+     ("target_layer_ids", 2), ("causal_head", "false"), ("rms_norm_eps", "1e-6"), ("rope_theta", "1e6")],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_refused_by_name(head, field, value):
+    """A JSON string is no number and no truth value."""
+    (edit_layout if field in ("mask_token_id", "target_layer_ids", "causal_head") else edit)(head, **{field: value})
+    refused(load_head_model, head, head / "config.json", field)
+
+
+@pytest.mark.parametrize("names", [["Qwen3MoeForCausalLM"], ["LlamaForCausalLM"], None])
+def test_other_architectures_are_refused(target, head, names):
+    """Both loaders name what they found and what they expect."""
+    edit(target, architectures=names)
+    refused(load_target_model, target, target / "config.json", "architecture", *(names or ()), "Qwen3ForCausalLM")
+    edit(head, architectures=names)
+    refused(load_head_model, head, head / "config.json", "architecture", *(names or ()), "DFlashDraftModel")
+
+
+def test_rope_parameters_of_newer_configs_are_the_same_as_rope_theta(saved, target):
+    """transformers 5 writes rope_theta inside rope_parameters."""
+    edit(target, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 12345.0})
+    assert load_target_model(target, None).config == dataclasses.replace(TARGET, rope_theta=12345.0)
+
+
+def target_forward(directory):
+    """A target, its logits for a prompt, and the outputs of its layers."""
+    model = load_target_model(directory, None)
+    tokens, zero = jnp.int32([[1, 2, 3, 4, 5]]), jnp.int32([0])
+    cache = KVCache.zeros(model.config, 1, 5, jnp.float32)
+    out = model(tokens, jnp.arange(5, dtype=jnp.int32)[None], cache, zero, causal_mask(5), (0, 1, 2))
+    return model, np.asarray(model.logits(out.hidden)), np.split(np.asarray(out.taps), 3, axis=-1)
+
+
+def draft_logits(model, layers, directory):
+    """Draft logits after that prompt, as the loop computes them."""
+    head = load_head_model(directory, None)
+    taps = jnp.asarray(np.concatenate([layers[i] for i in head.tap_ids], -1))
+    count = jnp.int32([5])
+    context = head.extend_context(head.new_context(1, 5, jnp.float32), taps, jnp.int32([0]), count)
+    hidden = head(model.embed(head.block_tokens(jnp.int32([6]))), context, count)
+    return np.asarray(model.logits(hidden))
+
+
+def test_no_field_of_a_target_is_dead(saved, target):
+    """Every field that says how to compute changes what is computed; the unchanged file gives it back."""
+    _, base, _ = target_forward(saved / "target")
+    for fields in ({"rope_theta": 100.0}, {"rms_norm_eps": 0.1}):
+        edit(target, **fields)
+        assert np.abs(target_forward(target)[1] - base).max() > 1e-3, fields
+        shutil.copytree(saved / "target", target, dirs_exist_ok=True)
+    np.testing.assert_array_equal(target_forward(target)[1], base)
+
+
+def test_no_field_of_a_head_is_dead(saved, head):
+    """Every field that says how to compute changes what is drafted; the unchanged file gives it back."""
+    model, _, layers = target_forward(saved / "target")
+    base = draft_logits(model, layers, saved / "head")
+    for setter, fields in (
+        (edit, {"rope_theta": 100.0}),
+        (edit, {"rms_norm_eps": 0.1}),
+        (edit_layout, {"causal_head": False}),
+        (edit_layout, {"target_layer_ids": [0, 1]}),
+        (edit_layout, {"target_layer_ids": [2, 0]}),
+        (edit_layout, {"mask_token_id": 9}),
+    ):
+        setter(head, **fields)
+        assert np.abs(draft_logits(model, layers, head) - base).max() > 1e-3, fields
+        shutil.copytree(saved / "head", head, dirs_exist_ok=True)
+    np.testing.assert_array_equal(draft_logits(model, layers, head), base)
+    edit(head, block_size=3)
+    assert load_head_model(head, None).block_tokens(jnp.int32([6])).tolist() == [[6, 10, 10]]
+
+
+def test_files_are_marked_as_transformers_expects(saved):
+    """transformers refuses safetensors files without a format."""
+    for name in ("target", "head"):
+        with safe_open(saved / name / "model.safetensors", framework="flax") as file:
+            assert file.metadata() == {"format": "pt"}

@@ -1,0 +1,85 @@
+"""Typed training configs. Files in `configs/` state what differs; `--config.field=value` overrides one field.
+
+Annotations are not postponed here, since config_flags reads the fields' types from them.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    """Muon for the layers' matrices, AdamW for everything else; linear warmup, then cosine to `final_scale`.
+
+    `learning_rate` is AdamW's, `matrix_learning_rate` Muon's; with `matrix_learning_rate` 0 AdamW does all.
+    """
+
+    learning_rate: float = 3e-4
+    matrix_learning_rate: float = 0.0
+    weight_decay: float = 0.0
+    warmup_steps: int = 50
+    final_scale: float = 0.0
+    clip_norm: float = 1.0
+
+
+@dataclasses.dataclass
+class PretrainConfig:
+    """Pretraining of a small target on generated problems.
+
+    `length` tokens a packed row, `batch_size` rows a step; `prompt_weight` is the loss weight of tokens outside
+    answers (answers have 1). `out` receives the checkpoint and the log. `documents` distinct problems are used.
+    """
+
+    out: str = "runs/target"
+    seed: int = 0
+    steps: int = 1000
+    batch_size: int = 32
+    length: int = 256
+    documents: int = 200_000
+    prompt_weight: float = 0.1
+    log_every: int = 50
+    vocab_size: int = 1024
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    max_position_embeddings: int = 2048
+    rope_theta: float = 10_000.0
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+
+@dataclasses.dataclass
+class DistillConfig:
+    """Forward-KL distillation of a draft head (paper section 3; method section 3).
+
+    `target` is a checkpoint directory, `data` a JSONL file of `{"prompt_ids", "token_ids"}` that the target
+    generated (train.regenerate). Each packed row of `length` tokens gives `anchors` blocks of `block_size`.
+    `mixed_fill` is the share of blocks whose first slots hold true tokens; `gamma` the loss decay over slots
+    (0: none); `temperature` scales both distributions. `target_layer_ids` empty means the default spacing.
+    """
+
+    target: str = ""
+    data: str = ""
+    out: str = "runs/head"
+    seed: int = 0
+    steps: int = 1000
+    batch_size: int = 16
+    length: int = 256
+    anchors: int = 8
+    block_size: int = 16
+    num_hidden_layers: int = 2
+    target_layer_ids: tuple[int, ...] = ()
+    causal_head: bool = True
+    mixed_fill: float = 0.5
+    gamma: float = 0.0
+    temperature: float = 1.0
+    log_every: int = 50
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+
+def check_positive(config: object, *names: str) -> None:
+    """Raises ValueError naming the first of the fields that is not above 0."""
+    for name in names:
+        if getattr(config, name) <= 0:
+            raise ValueError(f"--config.{name} must be above 0, got {getattr(config, name)}")

@@ -1,0 +1,157 @@
+"""`python -m train.distill --config configs/tiny.py`: trains a draft head for a frozen target."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app
+from flax import nnx
+from ml_collections import config_flags
+
+import jetspec_jax
+from jetspec_jax.config import HeadConfig, default_target_layer_ids
+from jetspec_jax.head import DraftHead
+from jetspec_jax.models import Target
+from jetspec_jax.target import TargetModel
+from train.config import DistillConfig, check_positive
+from train.data import Document, Packed, bucketed_batches, document
+from train.objective import BlockMetrics, Blocks, distillation_loss, sample_blocks
+from train.optimizer import make_optimizer
+from train.packed import target_forward
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Config file with get_config().")
+
+
+def head_config(config: DistillConfig, target: Target) -> HeadConfig:
+    """The head that `config` describes, in the shape of the target's own layers.
+
+    Raises:
+        ValueError: the tokenizer has no mask token, or the taps do not fit the target.
+    """
+    shape = target.config
+    mask = None if target.tokenizer is None else target.tokenizer.mask_token_id
+    if mask is None:
+        raise ValueError(f"{target.path}: the tokenizer has no mask_token, which the head's empty slots need")
+    taps = tuple(config.target_layer_ids) or default_target_layer_ids(shape.num_hidden_layers, config.num_hidden_layers)
+    shared = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "max_position_embeddings",
+    )
+    return HeadConfig(
+        **{name: getattr(shape, name) for name in shared},
+        num_hidden_layers=config.num_hidden_layers,
+        block_size=config.block_size,
+        num_target_layers=shape.num_hidden_layers,
+        target_layer_ids=taps,
+        mask_token_id=mask,
+        causal_head=config.causal_head,
+        mixed_fill=config.mixed_fill,
+    )
+
+
+def read_documents(path: str) -> list[Document]:
+    """The documents of a JSONL file of `{"prompt_ids", "token_ids"}`.
+
+    Raises:
+        ValueError: a line is not such an object (file and line are named), or there are none.
+    """
+    documents = []
+    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            documents.append(document(row["prompt_ids"], row["token_ids"]))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: expected prompt_ids and token_ids, got {line[:60]!r}") from error
+    if not documents:
+        raise ValueError(f"{path} holds no documents")
+    return documents
+
+
+@functools.partial(jax.jit, static_argnames=("optimizer", "gamma", "temperature"), donate_argnames=("head", "state"))
+def train_step(
+    head: DraftHead,
+    state: optax.OptState,
+    target: TargetModel,
+    batch: Packed,
+    blocks: Blocks,
+    *,
+    optimizer: optax.GradientTransformation,
+    gamma: float,
+    temperature: float,
+) -> tuple[DraftHead, optax.OptState, BlockMetrics]:
+    """One step: the target's forward without gradients, then the head's with."""
+    out = target_forward(target, batch, head.config.target_layer_ids)
+    loss = functools.partial(distillation_loss, gamma=gamma, temperature=temperature)
+    grads, metrics = jax.grad(loss, has_aux=True)(head, target, batch, out.taps, out.hidden, blocks)
+    updates, state = optimizer.update(grads, state, head)
+    return optax.apply_updates(head, updates), state, metrics
+
+
+def distill(config: DistillConfig) -> pathlib.Path:
+    """Trains the head that `config` describes; returns the directory it was saved in."""
+    check_positive(config, "steps", "batch_size", "length", "anchors", "num_hidden_layers", "temperature", "log_every")
+    target = jetspec_jax.load_target(config.target, dtype=jnp.float32)
+    head = DraftHead(head_config(config, target), rngs=nnx.Rngs(config.seed))
+    documents = read_documents(config.data)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    state = optimizer.init(head)
+    batches = bucketed_batches(
+        len(documents), documents.__getitem__, length=config.length, batch_size=config.batch_size, seed=config.seed
+    )
+    rng = np.random.default_rng(config.seed)
+    out = pathlib.Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    start, recent = time.perf_counter(), []
+    with open(out / "log.jsonl", "w") as log:
+        for step, batch in zip(range(1, config.steps + 1), batches, strict=False):
+            blocks = sample_blocks(batch, config.anchors, config.block_size, config.mixed_fill, rng)
+            head, state, metrics = train_step(
+                head,
+                state,
+                target.model,
+                batch,
+                blocks,
+                optimizer=optimizer,
+                gamma=config.gamma,
+                temperature=config.temperature,
+            )
+            recent.append(metrics)
+            if step % config.log_every == 0 or step == config.steps:
+                loss, agreement, accepted = np.mean(jax.device_get(recent), axis=0)
+                recent = []
+                line = {
+                    "step": step,
+                    "loss": round(float(loss), 4),
+                    "agreement": round(float(agreement), 4),
+                    "chain_accepted": round(float(accepted), 3),
+                    "seconds": round(time.perf_counter() - start),
+                }
+                print(json.dumps(line), file=log, flush=True)
+                print(json.dumps(line), flush=True)
+    jetspec_jax.save_draft_head(out, head)
+    return out
+
+
+def main(argv: list[str]) -> None:
+    """The command."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    print(f"saved {distill(_CONFIG.value)}")
+
+
+if __name__ == "__main__":
+    app.run(main)
