@@ -46,10 +46,13 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return data
 
 
-def tensor_names(module: nnx.Module) -> dict[str, Any]:
-    """Hugging Face tensor name to leaf, for every parameter of a module: its attribute path."""
+def hf_tensors(module: nnx.Module) -> dict[str, Any]:
+    """Every parameter of a module (arrays or shapes) by its Hugging Face name, in Hugging Face's layout.
+
+    Names are attribute paths, but for a linear layer's `kernel` `[in, out]`, which is stored as `weight` `[out, in]`.
+    """
     leaves = jax.tree_util.tree_flatten_with_path(module)[0]
-    return {_tensor_name(path): leaf for path, leaf in leaves}
+    return {_tensor_name(path): _transposed(leaf) if _is_kernel(path) else leaf for path, leaf in leaves}
 
 
 def load_module(abstract: Module, directory: pathlib.Path, dtype: jnp.dtype | None) -> Module:
@@ -59,7 +62,7 @@ def load_module(abstract: Module, directory: pathlib.Path, dtype: jnp.dtype | No
         CheckpointError: a file cannot be read, or tensors are missing, unexpected or mis-shaped (all are listed).
     """
     files = _tensor_files(directory)
-    wanted = tensor_names(abstract)
+    wanted = hf_tensors(abstract)
     if getattr(getattr(abstract, "config", None), "tie_word_embeddings", False):
         files.pop("lm_head.weight", None)  # some writers store the embedding table a second time under this name
     problems = [f"missing {name} {tuple(leaf.shape)}" for name, leaf in wanted.items() if name not in files]
@@ -78,7 +81,12 @@ def load_module(abstract: Module, directory: pathlib.Path, dtype: jnp.dtype | No
                     problems.append(f"{name} has shape {shape}, expected {tuple(wanted[name].shape)}")
     if problems:
         raise CheckpointError(f"{directory} does not fit its config.json:\n  " + "\n  ".join(problems))
-    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[_tensor_name(path)], abstract)
+
+    def placed(path: tuple[Any, ...], _: Any) -> jax.Array:
+        array = arrays.pop(_tensor_name(path))
+        return array.T if _is_kernel(path) else array
+
+    return jax.tree_util.tree_map_with_path(placed, abstract)
 
 
 def load_target_model(directory: pathlib.Path, dtype: jnp.dtype | None) -> TargetModel:
@@ -141,7 +149,7 @@ def save_draft_head(directory: str | pathlib.Path, head: DraftHead) -> None:
 def _save(directory: pathlib.Path, module: nnx.Module, config: dict[str, Any]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    save_file(tensor_names(module), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(hf_tensors(module), directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _parse(kind: type[Any], directory: pathlib.Path) -> Any:
@@ -155,7 +163,16 @@ def _parse(kind: type[Any], directory: pathlib.Path) -> Any:
 def _tensor_name(path: tuple[Any, ...]) -> str:
     """`model.layers.0.mlp.up_proj.weight` for the key path of that parameter's array."""
     parts = [str(getattr(key, "name", getattr(key, "idx", key))) for key in path]
-    return ".".join(parts[:-1])  # the last key is the NNX variable's own "value"
+    parts.pop()  # the last key is the NNX variable's own "value"
+    return ".".join([*parts[:-1], "weight"] if _is_kernel(path) else parts)
+
+
+def _is_kernel(path: tuple[Any, ...]) -> bool:
+    return getattr(path[-2], "name", None) == "kernel"
+
+
+def _transposed(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape[::-1], leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.T
 
 
 def _tensor_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:

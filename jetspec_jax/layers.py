@@ -1,7 +1,8 @@
 """The blocks that the target and the draft head are built of (Qwen3), as NNX modules.
 
 Modules are pytrees of arrays: they go through `jax.jit`, `jax.grad` and `jax.eval_shape` as they are. Their
-attribute paths are the Hugging Face tensor names, and weights keep Hugging Face's `[out, in]` layout.
+attribute paths are the Hugging Face tensor names; only a linear layer's `weight` `[out, in]` is a `kernel` `[in, out]`
+here, which XLA multiplies faster.
 
 Axis letters: B batch, N block rows, H query heads, K kv heads, D head_dim, E hidden features.
 """
@@ -50,16 +51,16 @@ def rotate(x: jax.Array, rope: Rope) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T` with `weight` `[out, in]` and no bias."""
+    """`x @ kernel` with `kernel` `[in, out]` and no bias."""
 
     def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         scale = in_features**-0.5
-        self.weight = nnx.Param(jax.random.normal(rngs(), (out_features, in_features), dtype) * scale)
+        self.kernel = nnx.Param(jax.random.normal(rngs(), (in_features, out_features), dtype) * scale)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., out]` of `x` `[..., in]`."""
         # One matrix product over flattened rows: XLA's gradient of the batched form transposes its operands.
-        flat = jnp.einsum("ni,oi->no", x.reshape(-1, x.shape[-1]), self.weight[...])
+        flat = x.reshape(-1, x.shape[-1]) @ self.kernel[...]
         return flat.reshape(*x.shape[:-1], -1)
 
 

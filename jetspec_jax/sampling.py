@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetspec_jax.ops import argmax, top_k
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -96,17 +98,17 @@ def choose(logits: jax.Array, depths: jax.Array, noise: Noise, mode: Mode, knobs
         levels: number of distinct depths, static.
     """
     if mode.greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return argmax(logits)
     vocab = logits.shape[-1]
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / knobs.temperature
     added = jnp.take_along_axis(_gumbel(noise, levels, vocab), depths[..., None], axis=1)
     if mode.top_k == 0 and not mode.top_p:
-        return jnp.argmax(_min_p(scaled, knobs) + added, axis=-1).astype(jnp.int32)
-    kept, tokens = jax.lax.top_k(scaled, min(mode.top_k or vocab, vocab))
+        return argmax(_min_p(scaled, knobs) + added)
+    kept, tokens = top_k(scaled, min(mode.top_k or vocab, vocab))
     if mode.top_p:
         kept = _top_p(kept, knobs)
-    best = jnp.argmax(_min_p(kept, knobs) + jnp.take_along_axis(added, tokens, axis=-1), axis=-1)
-    return jnp.take_along_axis(tokens, best[..., None], axis=-1)[..., 0].astype(jnp.int32)
+    best = argmax(_min_p(kept, knobs) + jnp.take_along_axis(added, tokens, axis=-1))
+    return jnp.take_along_axis(tokens, best[..., None], axis=-1)[..., 0]
 
 
 def _gumbel(noise: Noise, levels: int, vocab: int) -> jax.Array:

@@ -62,8 +62,9 @@ class TargetModel(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Float32 logits `[..., vocab]` of final hidden states `[..., E]`."""
         tied = self.config.tie_word_embeddings
-        weight = self.model.embed_tokens.weight[...] if tied else self.lm_head.weight[...]
-        return jnp.einsum("...e,ve->...v", hidden, weight, preferred_element_type=jnp.float32)
+        kernel = self.model.embed_tokens.weight[...].T if tied else self.lm_head.kernel[...]
+        flat = jnp.matmul(hidden.reshape(-1, hidden.shape[-1]), kernel, preferred_element_type=jnp.float32)
+        return flat.reshape(*hidden.shape[:-1], -1)
 
     def __call__(
         self,

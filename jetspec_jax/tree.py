@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax.ops import top_k
 from kernels.pallas.tree_attention import pack_mask
 
 
@@ -81,7 +82,7 @@ def slot_scorer(logits: jax.Array, width: int) -> ChildScorer:
         logits: `[B, depth, vocab]`; row d - 1 is the distribution of depth d.
         width: children kept, at most the vocabulary.
     """
-    logprobs, tokens = jax.lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), width)
+    logprobs, tokens = top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), width)
 
     def score(depth: int, parents: jax.Array) -> Children:
         if depth > tokens.shape[1]:
@@ -111,7 +112,7 @@ def build_tree(anchors: jax.Array, scorer: ChildScorer, shape: TreeShape) -> Tre
         # A probability of exactly 0 would tie every descendant at -inf; a finite floor keeps the order total.
         logprobs = jnp.maximum(children.logprobs, -1e30)
         candidates = jnp.maximum(scores[-1][:, :, None] + logprobs, -1e30)
-        best, index = jax.lax.top_k(candidates.reshape(batch, -1), size)
+        best, index = top_k(candidates.reshape(batch, -1), size)
         width = children.tokens.shape[-1]
         parents.append(starts[-1] + index // width)
         starts.append(starts[-1] + tokens[-1].shape[1])
@@ -123,7 +124,7 @@ def build_tree(anchors: jax.Array, scorer: ChildScorer, shape: TreeShape) -> Tre
 
 def _select(tokens: jax.Array, parents: jax.Array, depths: jax.Array, scores: jax.Array, *, nodes: int) -> Tree:
     """The best `nodes` of all levels' candidates, in level order, with parents renumbered."""
-    _, kept = jax.lax.top_k(scores, nodes)
+    _, kept = top_k(scores, nodes)
     kept = jnp.sort(kept, axis=1)
     rows = jnp.arange(kept.shape[0])[:, None]
     places = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], kept.shape)

@@ -16,11 +16,11 @@ from jetspec_jax.cache import KVCache
 from jetspec_jax.checkpoint import (
     CheckpointError,
     eos_ids,
+    hf_tensors,
     load_head_model,
     load_target_model,
     save_draft_head,
     save_target,
-    tensor_names,
 )
 from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
@@ -95,9 +95,9 @@ def test_a_saved_target_is_read_back_to_the_byte(tmp_path, tied, dtype):
     save_target(tmp_path, model, eos_token_ids=(3, 5))
     loaded = load_target_model(tmp_path, None)
     assert loaded.config == model.config
-    same_bytes(tensor_names(model), tensor_names(loaded))
+    same_bytes(hf_tensors(model), hf_tensors(loaded))
     stored = load_file(tmp_path / "model.safetensors")
-    same_bytes(tensor_names(model), stored)
+    same_bytes(hf_tensors(model), stored)
     assert ("lm_head.weight" in stored) is not tied
     assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.2.self_attn.k_norm.weight"} <= set(stored)
     assert eos_ids(tmp_path) == (3, 5)
@@ -112,9 +112,9 @@ def test_a_saved_head_is_read_back_to_the_byte(tmp_path, causal, dtype):
     save_draft_head(tmp_path, model)
     loaded = load_head_model(tmp_path, None)
     assert loaded.config == config
-    same_bytes(tensor_names(model), tensor_names(loaded))
+    same_bytes(hf_tensors(model), hf_tensors(loaded))
     stored = load_file(tmp_path / "model.safetensors")
-    same_bytes(tensor_names(model), stored)
+    same_bytes(hf_tensors(model), stored)
     assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.mlp.down_proj.weight"} <= set(stored)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["architectures"] == ["DFlashDraftModel"]
@@ -123,7 +123,7 @@ def test_a_saved_head_is_read_back_to_the_byte(tmp_path, causal, dtype):
 
 def test_the_requested_dtype_wins_over_the_files(target):
     """`dtype` None keeps the file's; any other is converted to."""
-    leaves = tensor_names(load_target_model(target, jnp.bfloat16)).values()
+    leaves = hf_tensors(load_target_model(target, jnp.bfloat16)).values()
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -145,7 +145,7 @@ def shard(directory):
 def test_shards_with_an_index_load_like_one_file(saved, target):
     """The same tensors, wherever they lie."""
     shard(target)
-    whole, sharded = (tensor_names(load_target_model(x, None)) for x in (saved / "target", target))
+    whole, sharded = (hf_tensors(load_target_model(x, None)) for x in (saved / "target", target))
     same_bytes(whole, sharded)
 
 
@@ -181,7 +181,7 @@ def test_a_tied_target_may_store_its_embedding_a_second_time_as_lm_head(tmp_path
     save_target(tmp_path, filled(TargetModel, dataclasses.replace(TARGET, tie_word_embeddings=True)))
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
-    same_bytes(tensors, tensor_names(load_target_model(tmp_path, None)))
+    same_bytes(tensors, hf_tensors(load_target_model(tmp_path, None)))
 
 
 def test_an_index_that_names_a_missing_file_is_refused_with_that_file(target):
@@ -207,7 +207,7 @@ def test_an_index_without_a_map_lists_every_tensor_as_missing(target):
     shard(target)
     (target / INDEX).write_text("{}")
     message = refused(load_target_model, target, target)
-    assert message.count("missing ") == len(tensor_names(filled(TargetModel, TARGET)))
+    assert message.count("missing ") == len(hf_tensors(filled(TargetModel, TARGET)))
 
 
 @pytest.mark.parametrize("kept", [0.0, 4, 0.02, 0.5, -1])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import grain
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _WINDOW = 16  # batches that are sorted by length together
 
@@ -55,7 +57,8 @@ def bucketed_batches(
     """Endless batches of documents `get(0) .. get(count - 1)`, one a row, reshuffled every epoch.
 
     A window of batches is sorted by length, so that rows of about the same length meet and little is padded; a
-    batch's width is its longest document's, rounded up to a multiple of 16. Longer ones are cut at `length`.
+    batch's width is its longest document's, rounded up to a multiple of 32 (each width compiles once). Longer ones
+    are cut at `length`.
     """
     documents = iter(grain.MapDataset.range(count).seed(seed).shuffle().repeat().map(get).to_iter_dataset())
     order = np.random.default_rng(seed)
@@ -68,7 +71,7 @@ def bucketed_batches(
 
 def pad_batch(rows: list[Document], length: int) -> Packed:
     """The documents, cut at `length`, as one batch with a document a row."""
-    width = min(length, -(-max(len(row["tokens"]) for row in rows) // 16) * 16)
+    width = min(length, -(-max(len(row["tokens"]) for row in rows) // 32) * 32)
     batch = Packed(
         np.zeros((len(rows), width), np.int32),
         np.tile(np.arange(width, dtype=np.int32), (len(rows), 1)),

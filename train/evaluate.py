@@ -35,7 +35,7 @@ def score(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """
     known = {p.prompt: p for p in itertools.islice(problems(_SEED, split="held_out"), _SEARCHED)}
     right: dict[str, list[bool]] = collections.defaultdict(list)
-    accepted, tokens, seconds = [], 0, 0.0
+    accepted, tokens = [], 0
     for row in answers:
         if row["prompt"] not in known:
             raise ValueError(f"not a held-out problem: {row['prompt'][:60]!r}; make prompts with `prompts`")
@@ -43,7 +43,6 @@ def score(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
         right[problem.kind].append(solved(problem, row["text"]))
         accepted += row["accepted_lengths"]
         tokens += len(row["token_ids"])
-        seconds += row["seconds"]
     everything = list(itertools.chain.from_iterable(right.values()))
     return {
         "prompts": len(everything),
@@ -52,7 +51,6 @@ def score(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "tokens": tokens,
         "rounds": len(accepted),
         "tau": sum(accepted) / max(len(accepted), 1),
-        "tokens_per_second_batch_1": tokens / seconds,
     }
 
 

@@ -36,6 +36,6 @@ def _matrices(params: Any) -> Any:
 
     def label(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         inside = ".layers" in jax.tree_util.keystr(path)
-        return optax.contrib.MuonDimensionNumbers(1, 0) if inside and leaf.ndim == 2 else None
+        return optax.contrib.MuonDimensionNumbers(0, 1) if inside and leaf.ndim == 2 else None
 
     return jax.tree_util.tree_map_with_path(label, params)
