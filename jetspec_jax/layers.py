@@ -45,9 +45,11 @@ def rope_at(positions: jax.Array, config: DecoderConfig) -> Rope:
 
 def rotate(x: jax.Array, rope: Rope) -> jax.Array:
     """`x` `[B, N, heads, D]` rotated by `rope`: feature i pairs with feature i + D/2."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = rope.cos[:, :, None], rope.sin[:, :, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    cos, sin = rope.cos[:, :, None, None], rope.sin[:, :, None, None]
+    # The partner of each half is the other one: a reversal fuses into one loop, which a concatenation does not.
+    signed = jnp.concatenate([-sin, sin], axis=-2)
+    return (halves * cos + halves[..., ::-1, :] * signed).reshape(x.shape).astype(x.dtype)
 
 
 class Linear(nnx.Module):

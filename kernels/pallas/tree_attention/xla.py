@@ -9,9 +9,14 @@ import jax.numpy as jnp
 
 from kernels.pallas.tree_attention.masks import unpack_mask
 
-# Prefix rows scored at once. The loop over chunks stops at the longest row, so that time follows the
-# committed length and not the cache's capacity.
-CHUNK = 512
+
+def chunk_size(capacity: int) -> int:
+    """Prefix rows scored at once, for a cache of `capacity` rows.
+
+    The loop over chunks stops at the longest row, so that time follows the committed length and not the capacity.
+    Short caches are read in short steps, where a step costs about what its rows cost.
+    """
+    return min(capacity, 128 if capacity <= 1024 else 512)
 
 
 class Running(NamedTuple):
@@ -50,11 +55,12 @@ def attend(
         values = jnp.where(live[:, :, None, None], values, jnp.zeros((), values.dtype))
         return _include(state, grouped, keys, values, live[:, None, None, None], scale)
 
-    if capacity <= CHUNK:
-        state = include_chunk(0, state, capacity)
+    size = chunk_size(capacity)
+    if size == capacity:
+        state = include_chunk(0, state, size)
     else:
-        chunks = (jnp.max(lengths) + CHUNK - 1) // CHUNK
-        state = jax.lax.fori_loop(0, chunks, lambda i, s: include_chunk(i, s, CHUNK), state)
+        chunks = (jnp.max(lengths) + size - 1) // size
+        state = jax.lax.fori_loop(0, chunks, lambda i, s: include_chunk(i, s, size), state)
     out = state.values / jnp.where(state.total == 0, 1.0, state.total)[..., None]
     return jnp.moveaxis(out, 3, 1).reshape(query.shape).astype(query.dtype)
 
