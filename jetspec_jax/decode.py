@@ -131,7 +131,8 @@ def prefill(
     """Reads the prompts in chunks and chooses each row's first token.
 
     Args:
-        tokens: int32 `[B, L]`, prompts from column 0 on; L is a multiple of `chunk`.
+        tokens: int32 `[B, L]`, prompts from column 0 on; L is at least the longest prompt rounded up to a multiple
+            of `chunk`.
         prompt_lengths: int32 `[B]`; a row of length 0 is padding and starts finished.
         limits: int32 `[B]`, prompt length + max_new_tokens, at most L.
         seeds: uint32 `[B]`.

@@ -207,6 +207,12 @@ def bucket(size: int) -> int:
     return -(-size // step) * step
 
 
+def prompt_chunk(length: int) -> int:
+    """Prompt tokens per forward: all of a prompt of up to 512, rounded up by at most a quarter, else 512."""
+    step = max(16, (1 << max(length - 1, 0).bit_length()) // 8)
+    return min(-(-length // step) * step, _MAX_CHUNK)
+
+
 def tree_shape(config: GenerationConfig, drafter: Drafter, vocab: int) -> TreeShape:
     """The trees that a method drafts."""
     if not isinstance(drafter, DraftHead):
@@ -232,7 +238,7 @@ def _run(
     spec = LoopSpec(shape, target.eos_token_ids, sampling.mode)
     lengths = np.zeros(config.batch_size, np.int32)
     lengths[: len(rows)] = [len(row) for row in rows]
-    chunk = min(bucket(max(16, int(lengths.max()))), _MAX_CHUNK)
+    chunk = prompt_chunk(int(lengths.max()))
     capacity = bucket(max(_MIN_CAPACITY, int(lengths.max()) + config.max_new_tokens))
     tokens = np.zeros((config.batch_size, capacity), np.int32)
     for index, row in enumerate(rows):

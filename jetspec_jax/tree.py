@@ -82,7 +82,9 @@ def slot_scorer(logits: jax.Array, width: int) -> ChildScorer:
         logits: `[B, depth, vocab]`; row d - 1 is the distribution of depth d.
         width: children kept, at most the vocabulary.
     """
-    logprobs, tokens = top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), width)
+    logits = logits.astype(jnp.float32)
+    best, tokens = top_k(logits, width)
+    logprobs = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     def score(depth: int, parents: jax.Array) -> Children:
         if depth > tokens.shape[1]:
@@ -109,14 +111,13 @@ def build_tree(anchors: jax.Array, scorer: ChildScorer, shape: TreeShape) -> Tre
     parents, depths, starts = [zero], [zero], [0]
     for depth, size in enumerate(shape.levels, start=1):
         children = scorer(depth, tokens[-1])
-        # A probability of exactly 0 would tie every descendant at -inf; a finite floor keeps the order total.
-        logprobs = jnp.maximum(children.logprobs, -1e30)
-        candidates = jnp.maximum(scores[-1][:, :, None] + logprobs, -1e30)
+        # A probability of exactly 0 would tie every descendant at -inf; a finite floor keeps the sums finite.
+        candidates = jnp.maximum(scores[-1][:, :, None] + children.logprobs, -1e30)
         best, index = top_k(candidates.reshape(batch, -1), size)
         width = children.tokens.shape[-1]
         parents.append(starts[-1] + index // width)
         starts.append(starts[-1] + tokens[-1].shape[1])
-        tokens.append(jnp.take_along_axis(children.tokens.reshape(batch, -1), index, axis=1))
+        tokens.append(_take(children.tokens.reshape(batch, -1), index))
         scores.append(best)
         depths.append(jnp.full_like(index, depth))
     return _select(*(jnp.concatenate(x, axis=1) for x in (tokens, parents, depths, scores)), nodes=shape.nodes)
@@ -129,13 +130,17 @@ def _select(tokens: jax.Array, parents: jax.Array, depths: jax.Array, scores: ja
     rows = jnp.arange(kept.shape[0])[:, None]
     places = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], kept.shape)
     renumbered = jnp.zeros(scores.shape, jnp.int32).at[rows, kept].set(places)
-    take = lambda x: jnp.take_along_axis(x, kept, axis=1)  # noqa: E731
     return Tree(
-        tokens=take(tokens),
-        parents=jnp.take_along_axis(renumbered, take(parents), axis=1),
-        depths=take(depths),
-        scores=take(scores),
+        tokens=_take(tokens, kept),
+        parents=_take(renumbered, _take(parents, kept)),
+        depths=_take(depths, kept),
+        scores=_take(scores, kept),
     )
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """`x` `[B, n]` at `index` `[B, m]`, which is in bounds by construction."""
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
 
 def ancestors(tree: Tree, depth: int) -> jax.Array:

@@ -2,8 +2,9 @@
 
 import itertools
 
-import jetspec_jax
 import pytest
+
+import jetspec_jax
 from jetspec_jax.models import EMBEDDED_HEAD, EMBEDDED_TARGET
 from train.evaluate import held_out_prompts
 from train.tasks import problems, solved

@@ -20,7 +20,7 @@ def chunk_size(capacity: int) -> int:
 
 
 class Running(NamedTuple):
-    """A softmax under way: maximum and sum `[B, K, G, N]`, weighted values `[B, K, G, N, D]`, all float32."""
+    """A softmax under way: maximum and sum `[B, K, G * N]`, weighted values `[B, K, G * N, D]`, all float32."""
 
     maximum: jax.Array
     total: jax.Array
@@ -41,8 +41,10 @@ def attend(
     """See `tree_attention`; arguments are already checked."""
     batch, nodes, heads, head_dim = query.shape
     kv_heads, capacity = cache_key.shape[2], cache_key.shape[1]
-    grouped = query.reshape(batch, nodes, kv_heads, heads // kv_heads, head_dim)
-    visible = unpack_mask(mask, nodes)[:, None, None]
+    group = heads // kv_heads
+    grouped = query.reshape(batch, nodes, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(batch, kv_heads, group * nodes, head_dim)
+    visible = jnp.tile(unpack_mask(mask, nodes)[:, None], (1, 1, group, 1))
     state = _include(None, grouped, key, value, visible, scale)
 
     def include_chunk(index: jax.Array | int, state: Running, size: int) -> Running:
@@ -53,7 +55,7 @@ def attend(
         rows = start + jnp.arange(size)
         live = (rows >= index * size)[None] & (rows[None] < lengths[:, None])
         values = jnp.where(live[:, :, None, None], values, jnp.zeros((), values.dtype))
-        return _include(state, grouped, keys, values, live[:, None, None, None], scale)
+        return _include(state, grouped, keys, values, live[:, None, None], scale)
 
     size = chunk_size(capacity)
     if size == capacity:
@@ -62,14 +64,15 @@ def attend(
         chunks = (jnp.max(lengths) + size - 1) // size
         state = jax.lax.fori_loop(0, chunks, lambda i, s: include_chunk(i, s, size), state)
     out = state.values / jnp.where(state.total == 0, 1.0, state.total)[..., None]
-    return jnp.moveaxis(out, 3, 1).reshape(query.shape).astype(query.dtype)
+    out = out.reshape(batch, kv_heads, group, nodes, head_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(query.shape).astype(query.dtype)
 
 
 def _include(
     state: Running | None, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, scale: float
 ) -> Running:
-    """The running softmax after the given keys, where `visible` (broadcast to `[B, K, G, N, M]`)."""
-    scores = jnp.einsum("bnkgd,bmkd->bkgnm", query, key, preferred_element_type=jnp.float32) * scale
+    """The running softmax after the given keys, where `visible` (broadcast to `[B, K, G * N, M]`)."""
+    scores = jnp.einsum("bknd,bmkd->bknm", query, key, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(visible, scores, -jnp.inf)
     maximum = jnp.max(scores, axis=-1)
     if state is not None:
@@ -78,7 +81,7 @@ def _include(
     base = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
     weights = jnp.exp(scores - base[..., None])
     total = jnp.sum(weights, axis=-1)
-    values = jnp.einsum("bkgnm,bmkd->bkgnd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    values = jnp.einsum("bknm,bmkd->bknd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
     if state is not None:
         decay = jnp.exp(state.maximum - base)
         total = total + decay * state.total
