@@ -284,7 +284,8 @@ class TargetConfig(DecoderConfig):
         if data.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
             data["head_dim"] = hidden // heads
         if names[0] == _QWEN3_MOE:
-            if "num_experts" not in data and "num_local_experts" in data:  # how transformers 5 may spell it
+            renamed = data.get("num_local_experts")  # what transformers 5 writes
+            if renamed is not None and data.get("num_experts") in (None, renamed):
                 data["num_experts"] = data.pop("num_local_experts")
             return cls._read(data, required=_EXPERT_SIZES)
         if data.get("num_key_value_heads") is None:
