@@ -190,13 +190,15 @@ def test_tree_decoding_gives_the_greedy_tokens_in_fewer_rounds_than_the_chain(na
 
 
 def relabelled(model, old, new):
-    """The target that calls `old` `new` and `new` `old`: its rows of the embedding and of the lm_head swapped."""
+    """The target that calls `old` `new` and `new` `old`: its embeddings and lm_head outputs swapped."""
     order = np.arange(model.config.vocab_size)
     order[[old, new]] = new, old
 
     def swap(path, leaf):
         key = jax.tree_util.keystr(path)
-        return leaf[order] if "embed_tokens" in key or "lm_head" in key else leaf
+        if "lm_head" in key:
+            return leaf[:, order]
+        return leaf[order] if "embed_tokens" in key else leaf
 
     return jax.tree_util.tree_map_with_path(swap, model), order
 
