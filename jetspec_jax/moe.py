@@ -16,6 +16,9 @@ from jetspec_jax.layers import Linear
 from jetspec_jax.ops import top_k
 
 
+_TILE = 16  # rows; fewer repack the kernels more often, more compute with rows that are not the expert's
+
+
 class StackedLinear(nnx.Module):
     """One linear layer per expert, `kernel` `[X, in, out]`."""
 
@@ -60,37 +63,48 @@ class Experts(nnx.Module):
         grouped = x[order // per_row]
         inner = jax.nn.silu(self.gate_proj.grouped(grouped, sizes)) * self.up_proj.grouped(grouped, sizes)
         out = self.down_proj.grouped(inner, sizes)[inverse].reshape(*chosen.shape, -1)
-        # Gathered and summed per row: a scatter-add would sum in no fixed order on a GPU.
-        return jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=1).astype(x.dtype)
+        return _weighted(out, weights)
 
-    def by_expert(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
-        """Every row through each expert that any row chose, one expert after the other; as `by_group`.
+    def by_tile(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Rows sorted by expert and cut into tiles of one expert each, one tile after the other; as `by_group`.
 
-        XLA's grouped product on a CPU multiplies all rows with all experts, as one product over a zero-padded copy of
-        the rows per expert. This reads the chosen experts only, which is what a step of few rows costs.
+        XLA's grouped product on a CPU multiplies all rows with all experts: a step of few rows would read every
+        expert's weights. Tiles read those of the chosen experts only. With few rows an expert a tile is a single
+        row, since a product of a vector reads a kernel where it lies, and one of a few rows repacks it first.
         """
-        shares = jnp.sum(jnp.where(self._is_chosen(chosen), weights[..., None], 0.0), axis=1)  # [R, X]
+        pairs, per_row = chosen.size, chosen.shape[1]
+        tile = 1 if pairs <= self.num_experts else _TILE
+        sizes = self.rows_of_experts(chosen)
+        tiles = -(-sizes // tile)
+        ends = jnp.cumsum(tiles, dtype=jnp.int32)
+        first_tile, first_row = ends - tiles, jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+        order = jnp.argsort(chosen.reshape(-1))
 
-        def through(expert: jax.Array, total: jax.Array) -> jax.Array:
-            inner = jax.nn.silu(self.gate_proj.single(x, expert)) * self.up_proj.single(x, expert)
-            share = shares[:, expert][:, None]
-            # Not a plain product: an infinite output of an expert that a row did not choose is not the row's.
-            return total + jnp.where(share > 0, self.down_proj.single(inner, expert).astype(jnp.float32) * share, 0.0)
+        index = jnp.arange(min(pairs, pairs // tile + self.num_experts), dtype=jnp.int32)
+        expert = jnp.minimum(jnp.sum(index[:, None] >= ends[None], axis=1, dtype=jnp.int32), self.num_experts - 1)
+        start = first_row[expert] + (index - first_tile[expert]) * tile
+        # Past the expert's last row a tile holds rows of others, and past the last tile there are only such: what
+        # they give is never gathered below.
+        held = jnp.minimum(start[:, None] + jnp.arange(tile, dtype=jnp.int32)[None], pairs - 1)
 
-        def step(total: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            expert, rows = at
-            return jax.lax.cond(rows > 0, through, lambda _, total: total, expert, total), None
+        def through(at: tuple[jax.Array, jax.Array]) -> jax.Array:
+            rows, expert = x[at[0]], at[1]
+            inner = jax.nn.silu(self.gate_proj.single(rows, expert)) * self.up_proj.single(rows, expert)
+            return self.down_proj.single(inner, expert)
 
-        experts = jnp.arange(self.num_experts, dtype=jnp.int32)
-        total = jnp.zeros(x.shape, jnp.float32)
-        return jax.lax.scan(step, total, (experts, self.rows_of_experts(chosen)))[0].astype(x.dtype)
+        def step(_: None, at: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+            used, *rest = at
+            empty = jnp.zeros((tile, x.shape[1]), x.dtype)
+            return None, jax.lax.cond(used, through, lambda _: empty, tuple(rest))
+
+        out = jax.lax.scan(step, None, (index < ends[-1], order[held] // per_row, expert))[1]
+        offset = jnp.argsort(order).reshape(chosen.shape) - first_row[chosen]
+        return _weighted(out[first_tile[chosen] + offset // tile, offset % tile], weights)
 
     def rows_of_experts(self, chosen: jax.Array) -> jax.Array:
         """How many rows chose each expert, int32 `[X]`, for `chosen` `[R, k]`."""
-        return jnp.sum(self._is_chosen(chosen), axis=(0, 1), dtype=jnp.int32)
-
-    def _is_chosen(self, chosen: jax.Array) -> jax.Array:
-        return chosen[..., None] == jnp.arange(self.num_experts, dtype=chosen.dtype)[None, None]
+        experts = jnp.arange(self.num_experts, dtype=chosen.dtype)
+        return jnp.sum(chosen[..., None] == experts[None, None], axis=(0, 1), dtype=jnp.int32)
 
 
 class SparseMLP(nnx.Module):
@@ -113,7 +127,13 @@ class SparseMLP(nnx.Module):
         """`[B, N, E]` of `x` `[B, N, E]`."""
         rows = x.reshape(-1, x.shape[-1])
         weights, chosen = self.route(rows)
-        out = jax.lax.platform_dependent(
-            rows, weights, chosen, cpu=self.experts.by_expert, default=self.experts.by_group
-        )
+        out = jax.lax.platform_dependent(rows, weights, chosen, cpu=self.experts.by_tile, default=self.experts.by_group)
         return out.reshape(x.shape)
+
+
+def _weighted(out: jax.Array, weights: jax.Array) -> jax.Array:
+    """`[R, E]`, the sums of `out` `[R, k, E]` by `weights` `[R, k]`.
+
+    Summed per row in float32: a scatter-add over experts would sum in no fixed order on a GPU.
+    """
+    return jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=1).astype(out.dtype)

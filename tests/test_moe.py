@@ -46,7 +46,7 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("way", ["by_group", "by_expert"])
+@pytest.mark.parametrize("way", ["by_group", "by_tile"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_experts_give_the_weighted_sum_of_the_chosen(block, way, route):
     """No row is dropped, however many share an expert, and experts without rows change nothing."""
@@ -56,7 +56,7 @@ def test_experts_give_the_weighted_sum_of_the_chosen(block, way, route):
     np.testing.assert_allclose(out, plain_sum(block.experts, x, weights, chosen), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["by_group", "by_expert"])
+@pytest.mark.parametrize("way", ["by_group", "by_tile"])
 def test_a_row_depends_on_itself_alone(block, way):
     """Neither other rows nor NaN and infinity in padding rows change a row by a bit."""
     x = inputs()
