@@ -15,7 +15,6 @@ from jetspec_jax.config import TargetConfig
 from jetspec_jax.layers import Linear
 from jetspec_jax.ops import top_k
 
-
 _TILE = 16  # rows; fewer repack the kernels more often, more compute with rows that are not the expert's
 
 
