@@ -245,7 +245,7 @@ def read_prompt_file(path: pathlib.Path) -> list[str | list[int]]:
         ValueError: the file cannot be read or has none, or a line is not `{"prompt": TEXT}`; file and line are named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts {path} cannot be read: {error}") from None
     prompts: list[str | list[int]] = []
@@ -272,7 +272,7 @@ def _where(args: argparse.Namespace, index: int) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    print("error: " + "; ".join(line.strip() for line in message.splitlines()), file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -144,9 +144,13 @@ def generate(
         ValueError: a prompt is empty, too long or has ids outside the vocabulary, or an option is out of range;
             raised before anything is compiled.
     """
+    if isinstance(prompts, str):
+        raise ValueError("prompts is a single text; pass a list of texts or of lists of token ids")
     config = dataclasses.replace(config or GenerationConfig(), **options)  # type: ignore[arg-type]
     if config.method != "ar" and head is None:
         raise ValueError(f"method {config.method} needs a draft head; give one, or use method ar")
+    if rounds_per_call is not None and rounds_per_call < 1:
+        raise ValueError(f"rounds_per_call must be at least 1 or None, got {rounds_per_call}")
     rows = [prompt_ids(target, prompt) for prompt in prompts]
     for index, row in enumerate(rows):
         check_prompt(row, target, config.max_new_tokens, f"prompt {index}")
