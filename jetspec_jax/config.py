@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, Self
+
+from jetspec_jax.checks import check_bool, check_int, check_positive, described
+from jetspec_jax.rope_scaling import RopeScaling, read_rope
 
 # Fields of a config.json that change nothing in inference, so that reading past them is right.
 _INERT = frozenset(
@@ -41,71 +44,12 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "use_sliding_window": (False, None),
 }
-_REASONS = {"quantization_config": "no quantization is supported"}
 
 _QWEN3_MOE = "Qwen3MoeForCausalLM"
 _LLAMA = "LlamaForCausalLM"
 _MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", _QWEN3_MOE: "qwen3_moe", _LLAMA: "llama"}
 _EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _EXPERT_FIELDS = (*_EXPERT_SIZES, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-
-
-@dataclasses.dataclass(frozen=True)
-class YarnScaling:
-    """YaRN: long rotary wavelengths are stretched by `factor`, short ones kept, and those between blended.
-
-    A wavelength counts by how often it turns within `original_max_position_embeddings` tokens: `beta_fast` times or
-    more is short, `beta_slow` or less is long; `truncate` rounds the two limits to whole features. Cosines and sines
-    are scaled by `attention_factor`, when None by what `mscale`, `mscale_all_dim` and `factor` give.
-    """
-
-    rope_type: ClassVar[str] = "yarn"
-
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        check_int("original_max_position_embeddings", self.original_max_position_embeddings, 1)
-        for name in ("factor", "beta_fast", "beta_slow"):
-            _check_positive(name, getattr(self, name))
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
-        _check_bool("truncate", self.truncate)
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling: wavelengths over `original / low_freq_factor` tokens are stretched by `factor`.
-
-    Those under `original / high_freq_factor` are kept, and those between blended.
-    """
-
-    rope_type: ClassVar[str] = "llama3"
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def __post_init__(self) -> None:
-        check_int("original_max_position_embeddings", self.original_max_position_embeddings, 1)
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            _check_positive(name, getattr(self, name))
-        if not self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"high_freq_factor ({self.high_freq_factor}) must be above low_freq_factor ({self.low_freq_factor})"
-            )
-
-
-RopeScaling = YarnScaling | Llama3Scaling
-_ROPE_SCALINGS: dict[str, type[RopeScaling]] = {kind.rope_type: kind for kind in (YarnScaling, Llama3Scaling)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +85,7 @@ class DecoderConfig:
         ):
             check_int(name, getattr(self, name), 1)
         for name in ("rms_norm_eps", "rope_theta"):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -172,20 +116,20 @@ class DecoderConfig:
     @classmethod
     def _read(cls, data: dict[str, Any], required: tuple[str, ...] = (), absent: tuple[str, ...] = ()) -> Self:
         """As `from_hf`; fields of `required` have no defaults, and those of `absent` are unknown."""
-        data, refused = _with_rope(data)
+        data, refused = read_rope(data)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in absent}
         if data.get("head_dim") is None:
             data["head_dim"] = 128  # as in transformers' Qwen3Config
         needed = [n for n, f in fields.items() if f.default is dataclasses.MISSING or n in required]
         missing = [n for n in needed if data.get(n) is None]
         refused += [
-            _described(n, v)
+            described(n, v)
             for n, v in data.items()
             if n not in fields
             and ((n in _FIXED and v not in _FIXED[n]) or (n not in _FIXED and n not in _INERT and v is not None))
         ]
         if any(kind != "full_attention" for kind in data.get("layer_types") or ()):
-            refused.append(_described("layer_types", data["layer_types"]))
+            refused.append(described("layer_types", data["layer_types"]))
         problems = []
         if missing:
             problems.append(f"missing fields: {', '.join(missing)}")
@@ -239,7 +183,7 @@ class TargetConfig(DecoderConfig):
                 f"architecture {self.architecture} is not supported; expected one of {', '.join(_MODEL_TYPES)}"
             )
         for name in ("tie_word_embeddings", "attention_bias", "norm_topk_prob"):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         for name in _EXPERT_SIZES:
             check_int(name, getattr(self, name), 1 if self.architecture == _QWEN3_MOE else 0)
         check_int("decoder_sparse_step", self.decoder_sparse_step, 1)
@@ -332,7 +276,7 @@ class HeadConfig(DecoderConfig):
         check_int("block_size", self.block_size, 2)
         check_int("num_target_layers", self.num_target_layers, 1)
         check_int("mask_token_id", self.mask_token_id, 0)
-        _check_bool("causal_head", self.causal_head)
+        check_bool("causal_head", self.causal_head)
         if not isinstance(self.target_layer_ids, tuple) or not self.target_layer_ids:
             raise ValueError(f"target_layer_ids must list at least one target layer, got {self.target_layer_ids!r}")
         for layer in self.target_layer_ids:
@@ -369,73 +313,12 @@ class HeadConfig(DecoderConfig):
         }
 
 
-def check_int(name: str, value: Any, least: int) -> None:
-    """Raises ValueError, naming the field, unless `value` is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     """The target layers tapped by default: evenly spaced from layer 1 to the third-last (reference code)."""
     if num_taps == 1:
         return (num_target_layers // 2,)
     step = (num_target_layers - 4) / (num_taps - 1)
     return tuple(round(1 + i * step) for i in range(num_taps))
-
-
-def _with_rope(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A copy with `rope_theta` and a `RopeScaling` (or None) in `rope_scaling`, and what of it is not supported.
-
-    `rope_parameters` (transformers 5) holds the base too; before it, `rope_scaling` stood beside `rope_theta`.
-    """
-    data = dict(data)
-    new, old = data.pop("rope_parameters", None), data.pop("rope_scaling", None)
-    data["rope_scaling"] = None
-    name = "rope_parameters" if new else "rope_scaling"
-    given = new or old
-    if new and old and new != old:
-        return data, [_described("rope_parameters", new), f"{_described('rope_scaling', old)} beside it"]
-    if given is not None and not isinstance(given, dict):
-        return data, [_described(name, given)]
-    rest = {k: v for k, v in (given or {}).items() if v is not None}
-    # Without one, the base is transformers' default for all of these architectures.
-    base = [rest.pop("rope_theta", None), data.get("rope_theta"), 10_000.0]
-    data["rope_theta"] = next(value for value in base if value is not None)
-    legacy = rest.pop("type", "default")
-    kind = rest.pop("rope_type", legacy)
-    if rest.get("partial_rotary_factor") == 1:
-        del rest["partial_rotary_factor"]
-    if kind == "default" and not rest:
-        return data, []
-    scaling = _ROPE_SCALINGS.get(kind) if isinstance(kind, str) else None
-    if scaling is None:
-        return data, [f"{_described(name, given)} (supported rope types: default, {', '.join(_ROPE_SCALINGS)})"]
-    rest.setdefault("original_max_position_embeddings", data.get("max_position_embeddings"))
-    fields = {f.name: f for f in dataclasses.fields(scaling)}
-    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and rest.get(n) is None]
-    wrong = [f"lacks {n}" for n in missing] + [f"{n} is unknown" for n in rest if n not in fields]
-    if wrong:
-        return data, [f"{_described(name, given)} ({', '.join(wrong)})"]
-    try:
-        data["rope_scaling"] = scaling(**rest)
-    except ValueError as error:
-        return data, [f"{_described(name, given)} ({error})"]
-    return data, []
-
-
-def _described(name: str, value: Any) -> str:
-    reason = f" ({_REASONS[name]})" if name in _REASONS else ""
-    return f"{name}={value!r}{reason}"
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name} must be a positive number, got {value!r}")
-
-
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 def _tuple(value: Any) -> Any:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.config import DecoderConfig, Llama3Scaling, YarnScaling
+from jetspec_jax.config import DecoderConfig
+from jetspec_jax.rope_scaling import Llama3Scaling, YarnScaling
 
 
 class Rope(NamedTuple):

@@ -22,9 +22,10 @@ from jetspec_jax.checkpoint import (
     save_draft_head,
     save_target,
 )
-from jetspec_jax.config import HeadConfig, Llama3Scaling, TargetConfig, YarnScaling
+from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
 from jetspec_jax.rope import rope_at
+from jetspec_jax.rope_scaling import Llama3Scaling, YarnScaling
 from jetspec_jax.target import TargetModel
 from kernels.pallas.tree_attention import causal_mask
 
