@@ -49,10 +49,19 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def hf_tensors(module: nnx.Module) -> dict[str, Any]:
     """Every parameter of a module (arrays or shapes) by its Hugging Face name, in Hugging Face's layout.
 
-    Names are attribute paths, but for a linear layer's `kernel` `[in, out]`, which is stored as `weight` `[out, in]`.
+    Names are attribute paths, but for a linear layer's `kernel` `[in, out]`, which is stored as `weight` `[out, in]`,
+    and for the experts' `[X, in, out]`, which are X such tensors.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(module)[0]
-    return {_tensor_name(path): _transposed(leaf) if _is_kernel(path) else leaf for path, leaf in leaves}
+    tensors: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(module)[0]:
+        names = _tensor_names(path, leaf)
+        if not _is_kernel(path):
+            tensors[names[0]] = leaf
+        elif leaf.ndim == 2:
+            tensors[names[0]] = _transposed(leaf)
+        else:
+            tensors |= {name: _transposed(leaf, index) for index, name in enumerate(names)}
+    return tensors
 
 
 def load_module(abstract: Module, directory: pathlib.Path, dtype: jnp.dtype | None) -> Module:
@@ -82,9 +91,11 @@ def load_module(abstract: Module, directory: pathlib.Path, dtype: jnp.dtype | No
     if problems:
         raise CheckpointError(f"{directory} does not fit its config.json:\n  " + "\n  ".join(problems))
 
-    def placed(path: tuple[Any, ...], _: Any) -> jax.Array:
-        array = arrays.pop(_tensor_name(path))
-        return array.T if _is_kernel(path) else array
+    def placed(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+        parts = [arrays.pop(name) for name in _tensor_names(path, leaf)]
+        if not _is_kernel(path):
+            return parts[0]
+        return parts[0].T if leaf.ndim == 2 else jnp.stack([part.T for part in parts])
 
     return jax.tree_util.tree_map_with_path(placed, abstract)
 
@@ -160,19 +171,27 @@ def _parse(kind: type[Any], directory: pathlib.Path) -> Any:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
 
 
-def _tensor_name(path: tuple[Any, ...]) -> str:
-    """`model.layers.0.mlp.up_proj.weight` for the key path of that parameter's array."""
+def _tensor_names(path: tuple[Any, ...], leaf: Any) -> list[str]:
+    """`[model.layers.0.mlp.up_proj.weight]` for the key path of that parameter's array; of experts, one name each."""
     parts = [str(getattr(key, "name", getattr(key, "idx", key))) for key in path]
     parts.pop()  # the last key is the NNX variable's own "value"
-    return ".".join([*parts[:-1], "weight"] if _is_kernel(path) else parts)
+    if not _is_kernel(path):
+        return [".".join(parts)]
+    *module, layer = parts[:-1]
+    if leaf.ndim == 2:
+        return [".".join([*module, layer, "weight"])]
+    return [".".join([*module, str(expert), layer, "weight"]) for expert in range(leaf.shape[0])]
 
 
 def _is_kernel(path: tuple[Any, ...]) -> bool:
     return getattr(path[-2], "name", None) == "kernel"
 
 
-def _transposed(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape[::-1], leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.T
+def _transposed(leaf: Any, expert: int | None = None) -> Any:
+    """A kernel, or one expert's of several, as it is stored."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape[-2:][::-1], leaf.dtype)
+    return (leaf if expert is None else leaf[expert]).T
 
 
 def _tensor_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:

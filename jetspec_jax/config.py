@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Self
 
-# Fields of a Qwen3 config.json that change nothing in inference, so that reading past them is right.
+from jetspec_jax.checks import check_bool, check_int, check_positive, described
+from jetspec_jax.rope_scaling import RopeScaling, read_rope
+
+# Fields of a config.json that change nothing in inference, so that reading past them is right.
 _INERT = frozenset(
     [
         "_from_model_config",
@@ -26,6 +29,7 @@ _INERT = frozenset(
         "sliding_window",
         "torch_dtype",
         "transformers_version",
+        "unsloth_fixed",
         "unsloth_version",
         "use_cache",
     ]
@@ -34,17 +38,26 @@ _INERT = frozenset(
 _FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "hidden_act": ("silu",),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
     "quantization_config": (None,),
-    "rope_scaling": (None,),
     "use_sliding_window": (False, None),
 }
+
+_QWEN3_MOE = "Qwen3MoeForCausalLM"
+_LLAMA = "LlamaForCausalLM"
+_MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", _QWEN3_MOE: "qwen3_moe", _LLAMA: "llama"}
+_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_EXPERT_FIELDS = (*_EXPERT_SIZES, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """What the target and the draft head share: the shape of a Qwen3 decoder layer, and their number.
+    """What the target and the draft head share: the shape of a decoder layer, and their number.
 
-    Sizes are counts of features, heads or tokens; `rope_theta` is the base of the rotary wavelengths.
+    Sizes are counts of features, heads or tokens; `rope_theta` is the base of the rotary wavelengths, which
+    `rope_scaling` stretches for long texts.
     """
 
     vocab_size: int
@@ -57,6 +70,7 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
     max_position_embeddings: int = 32768
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -71,9 +85,7 @@ class DecoderConfig:
         ):
             check_int(name, getattr(self, name), 1)
         for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+            check_positive(name, getattr(self, name))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -82,6 +94,16 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
+    @property
+    def has_attention_bias(self) -> bool:
+        """Whether the projections to and from attention add a bias."""
+        return False
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether queries and keys are normalised per head."""
+        return True
+
     @classmethod
     def from_hf(cls, data: dict[str, Any]) -> Self:
         """The config that a Hugging Face `config.json` describes.
@@ -89,19 +111,25 @@ class DecoderConfig:
         Raises:
             ValueError: a field is missing, has a value that is not supported, or is unknown; all are named.
         """
-        data = _with_rope_theta(data)
-        fields = {f.name: f for f in dataclasses.fields(cls)}
+        return cls._read(data)
+
+    @classmethod
+    def _read(cls, data: dict[str, Any], required: tuple[str, ...] = (), absent: tuple[str, ...] = ()) -> Self:
+        """As `from_hf`; fields of `required` have no defaults, and those of `absent` are unknown."""
+        data, refused = read_rope(data)
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in absent}
         if data.get("head_dim") is None:
             data["head_dim"] = 128  # as in transformers' Qwen3Config
-        missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and data.get(n) is None]
-        refused = [
-            f"{n}={v!r}"
+        needed = [n for n, f in fields.items() if f.default is dataclasses.MISSING or n in required]
+        missing = [n for n in needed if data.get(n) is None]
+        refused += [
+            described(n, v)
             for n, v in data.items()
-            if (n in _FIXED and v not in _FIXED[n])
-            or (n not in fields and n not in _FIXED and n not in _INERT and v is not None)
+            if n not in fields
+            and ((n in _FIXED and v not in _FIXED[n]) or (n not in _FIXED and n not in _INERT and v is not None))
         ]
         if any(kind != "full_attention" for kind in data.get("layer_types") or ()):
-            refused.append(f"layer_types={data['layer_types']!r}")
+            refused.append(described("layer_types", data["layer_types"]))
         problems = []
         if missing:
             problems.append(f"missing fields: {', '.join(missing)}")
@@ -113,34 +141,113 @@ class DecoderConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The fields as they stand in a Hugging Face `config.json`, with what other loaders require."""
+        flat = dataclasses.asdict(self)
+        if self.rope_scaling is not None:
+            given = {k: v for k, v in flat["rope_scaling"].items() if v is not None}
+            flat["rope_scaling"] = {"rope_type": self.rope_scaling.rope_type, **given}
         return {
             "attention_bias": False,
             "attention_dropout": 0.0,
             "hidden_act": "silu",
             "model_type": "qwen3",
-            "rope_scaling": None,
             "use_sliding_window": False,
-            **dataclasses.asdict(self),
+            **flat,
         }
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig(DecoderConfig):
-    """A dense Qwen3 target. With `tie_word_embeddings` the lm_head is the embedding table."""
+    """A target: `architecture` is `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM` or `LlamaForCausalLM` (no q/k norms).
+
+    With `tie_word_embeddings` the lm_head is the embedding table. `attention_bias` is that of all four projections.
+
+    Mixture of experts: in every `decoder_sparse_step`-th layer (counted from 1) that is not in `mlp_only_layers`
+    (counted from 0), each token goes to `num_experts_per_tok` of `num_experts` MLPs of `moe_intermediate_size`
+    features, weighted by the router's probabilities, which `norm_topk_prob` scales to a sum of 1.
+    """
 
     tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    architecture: str = "Qwen3ForCausalLM"
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.architecture not in _MODEL_TYPES:
+            raise ValueError(
+                f"architecture {self.architecture} is not supported; expected one of {', '.join(_MODEL_TYPES)}"
+            )
+        for name in ("tie_word_embeddings", "attention_bias", "norm_topk_prob"):
+            check_bool(name, getattr(self, name))
+        for name in _EXPERT_SIZES:
+            check_int(name, getattr(self, name), 1 if self.architecture == _QWEN3_MOE else 0)
+        check_int("decoder_sparse_step", self.decoder_sparse_step, 1)
+        if not isinstance(self.mlp_only_layers, tuple):
+            raise ValueError(f"mlp_only_layers must be a list of layers, got {self.mlp_only_layers!r}")
+        for layer in self.mlp_only_layers:
+            check_int("mlp_only_layers", layer, 0)
+        if self.architecture != _QWEN3_MOE and self.num_experts:
+            raise ValueError(f"num_experts={self.num_experts} is not a field of {self.architecture}")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) is more than num_experts ({self.num_experts})"
+            )
+
+    @property
+    def has_attention_bias(self) -> bool:
+        """As `DecoderConfig.has_attention_bias`."""
+        return self.attention_bias
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """As `DecoderConfig.has_qk_norm`."""
+        return self.architecture != _LLAMA
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the MLP of `layer`, counted from 0, is a mixture of experts."""
+        return (
+            self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0 and layer not in self.mlp_only_layers
+        )
 
     @classmethod
     def from_hf(cls, data: dict[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`; refuses architectures other than `Qwen3ForCausalLM`."""
+        """As `DecoderConfig.from_hf`; refuses other architectures by name."""
         names = data.get("architectures") or ["(none)"]
-        if names != ["Qwen3ForCausalLM"]:
-            raise ValueError(f"architecture {', '.join(names)} is not supported; expected Qwen3ForCausalLM")
-        return super().from_hf(data)
+        if len(names) != 1 or names[0] not in _MODEL_TYPES:
+            expected = ", ".join(_MODEL_TYPES)
+            raise ValueError(f"architecture {', '.join(names)} is not supported; expected one of {expected}")
+        data = {**data, "architecture": names[0]}
+        if names[0] == "Qwen3ForCausalLM":
+            return cls._read(data, absent=_EXPERT_FIELDS)
+        heads, hidden = data.get("num_attention_heads"), data.get("hidden_size")
+        if data.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            data["head_dim"] = hidden // heads
+        if names[0] == _QWEN3_MOE:
+            renamed = data.get("num_local_experts")  # what transformers 5 writes
+            if renamed is not None and data.get("num_experts") in (None, renamed):
+                data["num_experts"] = data.pop("num_local_experts")
+            return cls._read(data, required=_EXPERT_SIZES)
+        if data.get("num_key_value_heads") is None:
+            data["num_key_value_heads"] = heads
+        return cls._read(data, absent=_EXPERT_FIELDS)
 
     def to_hf(self) -> dict[str, Any]:
-        """As `DecoderConfig.to_hf`, for `Qwen3ForCausalLM`."""
-        return {"architectures": ["Qwen3ForCausalLM"], **super().to_hf()}
+        """As `DecoderConfig.to_hf`, for its architecture."""
+        flat = super().to_hf()
+        name = flat.pop("architecture")
+        if name == _QWEN3_MOE:
+            flat["mlp_only_layers"] = list(self.mlp_only_layers)
+        else:
+            flat = {k: v for k, v in flat.items() if k not in _EXPERT_FIELDS}
+        if name == _LLAMA:
+            del flat["use_sliding_window"]
+            flat["mlp_bias"] = False
+        return {**flat, "architectures": [name], "model_type": _MODEL_TYPES[name]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +276,7 @@ class HeadConfig(DecoderConfig):
         check_int("block_size", self.block_size, 2)
         check_int("num_target_layers", self.num_target_layers, 1)
         check_int("mask_token_id", self.mask_token_id, 0)
-        if not isinstance(self.causal_head, bool):
-            raise ValueError(f"causal_head must be true or false, got {self.causal_head!r}")
+        check_bool("causal_head", self.causal_head)
         if not isinstance(self.target_layer_ids, tuple) or not self.target_layer_ids:
             raise ValueError(f"target_layer_ids must list at least one target layer, got {self.target_layer_ids!r}")
         for layer in self.target_layer_ids:
@@ -207,29 +313,12 @@ class HeadConfig(DecoderConfig):
         }
 
 
-def check_int(name: str, value: Any, least: int) -> None:
-    """Raises ValueError, naming the field, unless `value` is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     """The target layers tapped by default: evenly spaced from layer 1 to the third-last (reference code)."""
     if num_taps == 1:
         return (num_target_layers // 2,)
     step = (num_target_layers - 4) / (num_taps - 1)
     return tuple(round(1 + i * step) for i in range(num_taps))
-
-
-def _with_rope_theta(data: dict[str, Any]) -> dict[str, Any]:
-    """A copy with `rope_parameters` (transformers 5) folded into `rope_theta`; other rope kinds are refused."""
-    data = dict(data)
-    parameters = data.pop("rope_parameters", None)
-    if parameters:
-        if parameters.get("rope_type", "default") != "default":
-            raise ValueError(f"unsupported fields: rope_parameters={parameters!r}")
-        data["rope_theta"] = parameters.get("rope_theta", data.get("rope_theta"))
-    return data
 
 
 def _tuple(value: Any) -> Any:

@@ -8,7 +8,8 @@ from flax import nnx
 
 from jetspec_jax.cache import KVCache, attend_to
 from jetspec_jax.config import HeadConfig
-from jetspec_jax.layers import Attend, DecoderLayer, KeyValue, Linear, RMSNorm, Rope, rope_at
+from jetspec_jax.layers import Attend, DecoderLayer, KeyValue, Linear, RMSNorm
+from jetspec_jax.rope import Rope, rope_at
 from jetspec_jax.target import TargetModel
 from jetspec_jax.tree import ChildScorer, slot_scorer
 from kernels.pallas.tree_attention import causal_mask, full_mask

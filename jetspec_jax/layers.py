@@ -1,4 +1,4 @@
-"""The blocks that the target and the draft head are built of (Qwen3), as NNX modules.
+"""The blocks that the target and the draft head are built of (Qwen3, Llama), as NNX modules.
 
 Modules are pytrees of arrays: they go through `jax.jit`, `jax.grad` and `jax.eval_shape` as they are. Their
 attribute paths are the Hugging Face tensor names; only a linear layer's `weight` `[out, in]` is a `kernel` `[in, out]`
@@ -9,6 +9,7 @@ Axis letters: B batch, N block rows, H query heads, K kv heads, D head_dim, E hi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetspec_jax.config import DecoderConfig
+from jetspec_jax.rope import Rope, rotate
 
 # (query [B, N, H, D], key [B, N, K, D], value [B, N, K, D]) -> [B, N, H, D]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -29,40 +31,24 @@ class KeyValue(NamedTuple):
     value: jax.Array
 
 
-class Rope(NamedTuple):
-    """Cosines and sines of rotary angles, each float32 `[B, N, D / 2]`."""
-
-    cos: jax.Array
-    sin: jax.Array
-
-
-def rope_at(positions: jax.Array, config: DecoderConfig) -> Rope:
-    """Rotary angles, in float32, of absolute `positions` `[B, N]`."""
-    exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    angles = positions[..., None].astype(jnp.float32) * (1.0 / config.rope_theta**exponent)[None, None]
-    return Rope(jnp.cos(angles), jnp.sin(angles))
-
-
-def rotate(x: jax.Array, rope: Rope) -> jax.Array:
-    """`x` `[B, N, heads, D]` rotated by `rope`: feature i pairs with feature i + D/2."""
-    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    cos, sin = rope.cos[:, :, None, None], rope.sin[:, :, None, None]
-    # The partner of each half is the other one: a reversal fuses into one loop, which a concatenation does not.
-    signed = jnp.concatenate([-sin, sin], axis=-2)
-    return (halves * cos + halves[..., ::-1, :] * signed).reshape(x.shape).astype(x.dtype)
-
-
 class Linear(nnx.Module):
-    """`x @ kernel` with `kernel` `[in, out]` and no bias."""
+    """`x @ kernel + bias` with `kernel` `[in, out]` and `bias` `[out]`, which most have not."""
 
-    def __init__(self, in_features: int, out_features: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(
+        self, in_features: int, out_features: int, *, rngs: nnx.Rngs, dtype: jnp.dtype, use_bias: bool = False
+    ):
         scale = in_features**-0.5
         self.kernel = nnx.Param(jax.random.normal(rngs(), (in_features, out_features), dtype) * scale)
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros((out_features,), dtype))
+        self.use_bias = use_bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., out]` of `x` `[..., in]`."""
         # One matrix product over flattened rows: XLA's gradient of the batched form transposes its operands.
         flat = x.reshape(-1, x.shape[-1]) @ self.kernel[...]
+        if self.use_bias:
+            flat += self.bias[...][None]
         return flat.reshape(*x.shape[:-1], -1)
 
 
@@ -81,29 +67,34 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with per-head q/k RMSNorm; what is attended to is the caller's `attend`."""
+    """Grouped-query attention, with per-head q/k RMSNorm or none; what is attended to is the caller's `attend`."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         query = config.num_attention_heads * config.head_dim
         shared = config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query, rngs=rngs, dtype=dtype)
-        self.k_proj = Linear(config.hidden_size, shared, rngs=rngs, dtype=dtype)
-        self.v_proj = Linear(config.hidden_size, shared, rngs=rngs, dtype=dtype)
-        self.o_proj = Linear(query, config.hidden_size, rngs=rngs, dtype=dtype)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+        linear = functools.partial(Linear, rngs=rngs, dtype=dtype, use_bias=config.has_attention_bias)
+        self.q_proj = linear(config.hidden_size, query)
+        self.k_proj = linear(config.hidden_size, shared)
+        self.v_proj = linear(config.hidden_size, shared)
+        self.o_proj = linear(query, config.hidden_size)
+        if config.has_qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+        self.has_qk_norm = config.has_qk_norm
         self.head_dim = config.head_dim
 
     def keys_values(self, x: jax.Array, rope: Rope) -> KeyValue:
         """Keys (normalised, rotated) and values of `x` `[B, N, E]`."""
         key = self._split(self.k_proj(x))
-        return KeyValue(rotate(self.k_norm(key), rope), self._split(self.v_proj(x)))
+        key = self.k_norm(key) if self.has_qk_norm else key
+        return KeyValue(rotate(key, rope), self._split(self.v_proj(x)))
 
     def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> tuple[jax.Array, KeyValue]:
         """Attention output `[B, N, E]` for `x` `[B, N, E]`, and x's own keys and values."""
-        query = rotate(self.q_norm(self._split(self.q_proj(x))), rope)
+        query = self._split(self.q_proj(x))
+        query = self.q_norm(query) if self.has_qk_norm else query
         own = self.keys_values(x, rope)
-        out = attend(query, own.key, own.value)
+        out = attend(rotate(query, rope), own.key, own.value)
         return self.o_proj(out.reshape(*out.shape[:2], -1)), own
 
     def _split(self, x: jax.Array) -> jax.Array:
@@ -124,13 +115,20 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """A pre-norm Qwen3 layer: attention and MLP, each added to the residual stream."""
+    """A pre-norm layer: attention and what `mlp` makes, each added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        mlp: Callable[..., Callable[[jax.Array], jax.Array]] = MLP,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+    ):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.self_attn = Attention(config, rngs=rngs, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+        self.mlp = mlp(config, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> tuple[jax.Array, KeyValue]:
         """The layer's output `[B, N, E]`, and the keys and values of its input rows."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -11,7 +13,8 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
     As `jax.lax.top_k`, over flattened rows: with more than two axes XLA sorts each row whole.
     """
-    values, indices = jax.lax.top_k(x.reshape(-1, x.shape[-1]), k)
+    rows = math.prod(x.shape[:-1])  # not -1, which an axis of no elements leaves open
+    values, indices = jax.lax.top_k(x.reshape(rows, x.shape[-1]), k)
     return values.reshape(*x.shape[:-1], k), indices.reshape(*x.shape[:-1], k)
 
 

@@ -1,4 +1,4 @@
-"""The target: a Qwen3 decoder that verifies, and whose tapped hidden states feed the draft head."""
+"""The target: a Qwen3 or Llama decoder that verifies, and whose tapped hidden states feed the draft head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from flax import nnx
 
 from jetspec_jax.cache import KVCache, attend_to
 from jetspec_jax.config import TargetConfig
-from jetspec_jax.layers import Attend, DecoderLayer, KeyValue, Linear, RMSNorm, Rope, rope_at
+from jetspec_jax.layers import MLP, Attend, DecoderLayer, KeyValue, Linear, RMSNorm
+from jetspec_jax.moe import SparseMLP
+from jetspec_jax.rope import Rope, rope_at
 
 
 class TargetOutput(NamedTuple):
@@ -38,16 +40,17 @@ class Embedding(nnx.Module):
 
 
 class Backbone(nnx.Module):
-    """Embedding, decoder layers and final norm: the `model.` part of a Qwen3 checkpoint."""
+    """Embedding, decoder layers and final norm: the `model.` part of a checkpoint."""
 
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, rngs=rngs, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_hidden_layers)])
+        kinds = [SparseMLP if config.is_sparse(i) else MLP for i in range(config.num_hidden_layers)]
+        self.layers = nnx.List([DecoderLayer(config, kind, rngs=rngs, dtype=dtype) for kind in kinds])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
 
 class TargetModel(nnx.Module):
-    """A Qwen3 causal language model; `config` is static, everything else a parameter."""
+    """A causal language model; `config` is static, everything else a parameter."""
 
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
         self.config = config

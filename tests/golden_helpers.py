@@ -21,8 +21,8 @@ CHAIN = TreeShape(budget=7, width=1, depth=7)
 
 
 @functools.cache
-def target():
-    return load_target_model(GOLDEN / "target_dense", None)
+def target(name="target_dense"):
+    return load_target_model(GOLDEN / name, None)
 
 
 @functools.cache

@@ -24,6 +24,8 @@ from jetspec_jax.checkpoint import (
 )
 from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
+from jetspec_jax.rope import rope_at
+from jetspec_jax.rope_scaling import Llama3Scaling, YarnScaling
 from jetspec_jax.target import TargetModel
 from kernels.pallas.tree_attention import causal_mask
 
@@ -36,6 +38,11 @@ HEAD = HeadConfig(
     **SIZES, num_hidden_layers=2, block_size=5, num_target_layers=3, target_layer_ids=(0, 2), mask_token_id=10,
     causal_head=True,
 )  # fmt: skip
+MOE = dataclasses.replace(
+    TARGET, architecture="Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6,
+    norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=(1,),
+)  # fmt: skip
+LLAMA = dataclasses.replace(TARGET, architecture="LlamaForCausalLM", attention_bias=True)
 INDEX = "model.safetensors.index.json"
 
 
@@ -101,6 +108,84 @@ def test_a_saved_target_is_read_back_to_the_byte(tmp_path, tied, dtype):
     assert ("lm_head.weight" in stored) is not tied
     assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.2.self_attn.k_norm.weight"} <= set(stored)
     assert eos_ids(tmp_path) == (3, 5)
+
+
+@pytest.mark.parametrize("config", [MOE, LLAMA, dataclasses.replace(TARGET, attention_bias=True)])
+@pytest.mark.parametrize(
+    "scaling", [None, YarnScaling(4.0, 16, beta_fast=8.0, truncate=False), Llama3Scaling(8.0, 1.0, 4.0, 16)]
+)
+def test_a_saved_target_of_any_architecture_is_read_back_to_the_byte(tmp_path, config, scaling):
+    """Config and tensors, also of experts, which are stored one by one under the names that transformers writes."""
+    model = filled(TargetModel, dataclasses.replace(config, rope_scaling=scaling))
+    save_target(tmp_path, model)
+    loaded = load_target_model(tmp_path, None)
+    assert loaded.config == model.config
+    stored = load_file(tmp_path / "model.safetensors")
+    same_bytes(hf_tensors(loaded), stored)
+    same_bytes(hf_tensors(model), stored)
+    first = "model.layers.0."
+    assert (f"{first}self_attn.o_proj.bias" in stored) is config.attention_bias
+    assert (f"{first}self_attn.q_norm.weight" in stored) is (config is not LLAMA)
+    if config is MOE:
+        assert stored[f"{first}mlp.gate.weight"].shape == (4, 8)
+        assert stored[f"{first}mlp.experts.3.down_proj.weight"].shape == (8, 6)
+        assert stored["model.layers.1.mlp.down_proj.weight"].shape == (8, 12)
+        np.testing.assert_array_equal(
+            stored[f"{first}mlp.experts.3.up_proj.weight"],
+            model.model.layers[0].mlp.experts.up_proj.kernel[...][3].T,
+        )
+
+
+def test_experts_are_assembled_across_shards_and_missed_by_name(tmp_path):
+    """The shards split every layer's experts; one that is missing is named."""
+    save_target(tmp_path, filled(TargetModel, MOE))
+    whole = hf_tensors(load_target_model(tmp_path, None))
+    shard(tmp_path)
+    same_bytes(whole, hf_tensors(load_target_model(tmp_path, None)))
+    path = tmp_path / "model-00001-of-00002.safetensors"
+    tensors = load_file(path)
+    gone = [name for name in tensors if ".experts.2." in name]
+    save_file({name: tensor for name, tensor in tensors.items() if name not in gone}, path)
+    assert gone
+    refused(load_target_model, tmp_path, *gone)
+
+
+@pytest.mark.parametrize("field", ["num_experts", "num_experts_per_tok", "moe_intermediate_size"])
+def test_the_sizes_of_experts_are_required_where_there_are_experts_and_unknown_elsewhere(tmp_path, target, field):
+    """No default is guessed, and a dense model has no such field."""
+    save_target(tmp_path / "moe", filled(TargetModel, MOE))
+    edit(tmp_path / "moe", **{field: None})
+    refused(load_target_model, tmp_path / "moe", "missing fields", field)
+    edit(target, **{field: 2})
+    refused(load_target_model, target, "unsupported fields", field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_experts", 0), ("num_experts_per_tok", 5), ("norm_topk_prob", 1), ("decoder_sparse_step", 0),
+     ("mlp_only_layers", 1), ("mlp_only_layers", [-1])],
+)  # fmt: skip
+def test_impossible_experts_are_refused_by_name(tmp_path, field, value):
+    """Counts of zero, more experts a token than there are, and lists that are none."""
+    save_target(tmp_path, filled(TargetModel, MOE))
+    edit(tmp_path, **{field: value})
+    refused(load_target_model, tmp_path, tmp_path / "config.json", field)
+
+
+def test_architectures_have_transformers_defaults_for_what_old_files_leave_out(tmp_path):
+    """head_dim by the hidden size except in dense Qwen3, one kv head a head in Llama, and a rope base of 10000."""
+    plain = dataclasses.replace(LLAMA, head_dim=2, num_key_value_heads=4, attention_bias=False, rope_theta=10_000.0)
+    for config, dropped in (
+        (plain, ["head_dim", "num_key_value_heads"]),
+        (dataclasses.replace(MOE, head_dim=2), ["head_dim"]),
+    ):
+        directory = tmp_path / config.architecture
+        save_target(directory, filled(TargetModel, config))
+        edit(directory, **dict.fromkeys([*dropped, "rope_theta"]))
+        assert load_target_model(directory, None).config == dataclasses.replace(config, rope_theta=10_000.0)
+    directory = tmp_path / MOE.architecture
+    edit(directory, num_experts=None, num_local_experts=4)
+    assert load_target_model(directory, None).config.num_experts == 4
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -232,9 +317,9 @@ def test_missing_files_are_named(target, head):
 
 
 UNSUPPORTED = {
-    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
-    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
-    "attention_bias": True,
+    "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6, "factor": 4.0},
+    "partial_rotary_factor": 0.5,
     "hidden_act": "gelu",
     "use_sliding_window": True,
     "quantization_config": {"quant_method": "fp8"},
@@ -253,8 +338,52 @@ def test_unsupported_and_unknown_fields_are_refused_by_name(target, head, field)
 
 def test_all_refused_and_missing_fields_are_in_one_error(target):
     """Not the first one only."""
-    edit(target, attention_bias=True, logit_scale=2.0, hidden_size=None, vocab_size=None)
-    refused(load_target_model, target, "attention_bias=True", "logit_scale=2.0", "hidden_size", "vocab_size")
+    edit(target, mlp_bias=True, rope_scaling={"type": "linear", "factor": 2.0}, hidden_size=None, vocab_size=None)
+    refused(load_target_model, target, "mlp_bias=True", "linear", "hidden_size", "vocab_size")
+
+
+def test_quantized_checkpoints_are_told_that_no_quantization_is_supported(target):
+    """The field is not only named: the reader learns which kinds there are."""
+    edit(target, quantization_config={"quant_method": "awq"})
+    refused(load_target_model, target, "quantization_config", "awq", "no quantization is supported")
+
+
+def test_heads_have_no_attention_bias(head):
+    """The published layout has none, unlike targets."""
+    edit(head, attention_bias=True)
+    refused(load_head_model, head, head / "config.json", "attention_bias=True")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [YARN | {"factor": None}, YARN | {"factor": "4"}, YARN | {"factor": 0}, YARN | {"truncate": 1},
+     YARN | {"beta_fast": -1}, YARN | {"mscale": True}, YARN | {"short_factor": [1.0]},
+     YARN | {"original_max_position_embeddings": 0.5}, YARN | {"partial_rotary_factor": 0.5},
+     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+     {"rope_type": "default", "factor": 2.0}, {"factor": 2.0}, {"rope_type": ["yarn"]}, "yarn"],
+)  # fmt: skip
+def test_impossible_rope_scalings_are_refused(target, head, scaling):
+    """Missing, unknown and impossible values of it, in targets and in heads."""
+    for directory, load in ((target, load_target_model), (head, load_head_model)):
+        edit(directory, rope_scaling=scaling)
+        refused(load, directory, directory / "config.json", "rope_scaling=")
+
+
+def test_rope_scaling_is_read_wherever_it_stands(target):
+    """Beside rope_theta (also under the old key `type`) or with it in rope_parameters; not in both, if they differ."""
+    expected = YarnScaling(4.0, 16)
+    edit(target, rope_scaling=YARN)
+    assert load_target_model(target, None).config.rope_scaling == expected
+    edit(target, rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=16)
+    assert load_target_model(target, None).config.rope_scaling == expected
+    edit(target, rope_theta=None, rope_scaling=None, rope_parameters=YARN | {"rope_theta": 500.0})
+    config = load_target_model(target, None).config
+    assert (config.rope_scaling, config.rope_theta) == (expected, 500.0)
+    edit(target, rope_scaling=YARN | {"factor": 2.0})
+    refused(load_target_model, target, "rope_scaling", "rope_parameters")
 
 
 @pytest.mark.parametrize("field", [*SIZES, "num_hidden_layers"])
@@ -315,7 +444,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(head, field, value):
     refused(load_head_model, head, head / "config.json", field)
 
 
-@pytest.mark.parametrize("names", [["Qwen3MoeForCausalLM"], ["LlamaForCausalLM"], None])
+@pytest.mark.parametrize("names", [["Qwen3NextForCausalLM"], ["MistralForCausalLM"], None])
 def test_other_architectures_are_refused(target, head, names):
     """Both loaders name what they found and what they expect."""
     edit(target, architectures=names)
@@ -352,11 +481,53 @@ def draft_logits(model, layers, directory):
 def test_no_field_of_a_target_is_dead(saved, target):
     """Every field that says how to compute changes what is computed; the unchanged file gives it back."""
     _, base, _ = target_forward(saved / "target")
-    for fields in ({"rope_theta": 100.0}, {"rms_norm_eps": 0.1}):
+    for fields in ({"rope_theta": 100.0}, {"rms_norm_eps": 0.1}, {"rope_scaling": YARN}):
         edit(target, **fields)
         assert np.abs(target_forward(target)[1] - base).max() > 1e-3, fields
         shutil.copytree(saved / "target", target, dirs_exist_ok=True)
     np.testing.assert_array_equal(target_forward(target)[1], base)
+
+
+def test_no_field_of_experts_is_dead(tmp_path):
+    """Each way to route changes what is computed."""
+    config = dataclasses.replace(MOE, moe_intermediate_size=12)
+    save_target(tmp_path, filled(TargetModel, config))
+    base = target_forward(tmp_path)[1]
+    for fields in ({"norm_topk_prob": False}, {"num_experts_per_tok": 1}):
+        edit(tmp_path, **fields)
+        assert np.abs(target_forward(tmp_path)[1] - base).max() > 1e-3, fields
+        edit(tmp_path, norm_topk_prob=True, num_experts_per_tok=2)
+    np.testing.assert_array_equal(target_forward(tmp_path)[1], base)
+    edit(tmp_path, mlp_only_layers=[])
+    refused(
+        load_target_model, tmp_path, "unexpected model.layers.1.mlp.up_proj.weight", "missing model.layers.1.mlp.gate"
+    )
+    edit(tmp_path, mlp_only_layers=[1], decoder_sparse_step=2)
+    refused(load_target_model, tmp_path, "missing model.layers.0.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("fields", [
+    {"attention_factor": 2.0}, {"beta_fast": 2.0}, {"beta_slow": 0.25}, {"factor": 8.0}, {"truncate": False},
+    {"original_max_position_embeddings": 8}, {"mscale": 2.0, "mscale_all_dim": 0.5},
+])  # fmt: skip
+def test_no_field_of_yarn_is_dead(fields):
+    """Each changes the angles of a position, or what their cosines are scaled by."""
+    scaling = YarnScaling(factor=4.0, original_max_position_embeddings=64)
+    one = dataclasses.replace(TARGET, head_dim=32, rope_theta=100.0, rope_scaling=scaling)
+    other = dataclasses.replace(one, rope_scaling=dataclasses.replace(scaling, **fields))
+    angles, changed = (rope_at(jnp.int32([[1, 7]]), config).cos for config in (one, other))
+    assert np.abs(angles - changed).max() > 1e-3
+
+
+@pytest.mark.parametrize("field", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
+def test_no_field_of_llama3_scaling_is_dead(field):
+    """Each changes the angles of a position."""
+    scaling = Llama3Scaling(8.0, 1.0, 4.0, 64)
+    one = dataclasses.replace(TARGET, head_dim=32, rope_theta=100.0, rope_scaling=scaling)
+    double = dataclasses.replace(scaling, **{field: 2 * getattr(scaling, field)})
+    other = dataclasses.replace(one, rope_scaling=double)
+    angles, changed = (rope_at(jnp.int32([[1, 7]]), config).cos for config in (one, other))
+    assert np.abs(angles - changed).max() > 1e-3
 
 
 def test_no_field_of_a_head_is_dead(saved, head):
@@ -366,6 +537,7 @@ def test_no_field_of_a_head_is_dead(saved, head):
     for setter, fields in (
         (edit, {"rope_theta": 100.0}),
         (edit, {"rms_norm_eps": 0.1}),
+        (edit, {"rope_scaling": YARN}),
         (edit_layout, {"causal_head": False}),
         (edit_layout, {"target_layer_ids": [0, 1]}),
         (edit_layout, {"target_layer_ids": [2, 0]}),

@@ -26,7 +26,7 @@ from jetspec_jax.cache import KVCache
 from jetspec_jax.config import HeadConfig
 from jetspec_jax.decode import LoopSpec, NoDrafter, decode, prefill
 from jetspec_jax.head import DraftHead
-from jetspec_jax.layers import rope_at
+from jetspec_jax.rope import rope_at
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.tree import TreeShape, ancestors, build_tree
 from kernels.pallas.tree_attention import causal_mask, pack_mask

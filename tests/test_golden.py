@@ -15,7 +15,8 @@ from jetspec_jax.tree import Children, Tree, TreeShape, ancestor_mask, ancestors
 from kernels.pallas.tree_attention import causal_mask
 
 EDGE_TREE = TreeShape(budget=14, width=4, depth=7)  # the reference's budget 15 counts the root
-HEADS = ("head_causal", "head_bidir")
+TARGETS = ("target_dense", "target_moe", "target_moe_mixed")
+HEADS = {"head_causal": "target_dense", "head_bidir": "target_dense", "head_moe_causal": "target_moe"}
 close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
 
 
@@ -35,9 +36,10 @@ def causal(nodes):
     return jnp.broadcast_to(causal_mask(nodes), (2, nodes, 1))
 
 
-def test_target_forward_gives_the_references_logits_and_hidden_states():
+@pytest.mark.parametrize("name", TARGETS)
+def test_target_forward_gives_the_references_logits_and_hidden_states(name):
     """Every real position of a full and of a right-padded row; taps are layer outputs before the final norm."""
-    data, model = golden.arrays("target_dense"), golden.target()
+    data, model = golden.arrays(name), golden.target(name)
     tokens, positions = data["rp_input_ids"], data["rp_position_ids"]
     cache = poisoned(model.config, 2, 24)
     logits, hidden, taps, _ = forward(model, tokens, positions, cache, np.zeros(2, np.int32), causal(24))
@@ -51,9 +53,10 @@ def test_target_forward_gives_the_references_logits_and_hidden_states():
         close(hidden[real], data["rp_hidden_states"][4][real])
 
 
-def test_tree_verify_gives_the_references_logits_and_taps_at_every_node():
+@pytest.mark.parametrize("name", TARGETS)
+def test_tree_verify_gives_the_references_logits_and_taps_at_every_node(name):
     """A scattered tree behind a cached prefix of 20 tokens, one forward under the ancestor mask."""
-    data, model = golden.arrays("target_dense"), golden.target()
+    data, model = golden.arrays(name), golden.target(name)
     nodes, prefix = len(data["tree_token_ids"]), len(data["tree_prefix_ids"])
 
     def padded(values):  # two equal rows of 24; the spare nodes hang on the root
@@ -84,7 +87,7 @@ def head_round(model, head, cache, taps, start, count, tokens):
 @pytest.mark.parametrize("name", HEADS)
 def test_head_forward_gives_the_references_hidden_states_and_logits(name):
     """Contexts of 1, 7, 24 and 40 tokens, and a block whose first slots hold true tokens, as rows of one batch."""
-    data, model, head = golden.arrays(name), golden.target(), golden.head(name)
+    data, model, head = golden.arrays(name), golden.target(HEADS[name]), golden.head(name)
     rows, lengths = ("a1", "a7", "a24", "a40", "cond24"), np.array([1, 7, 24, 40, 24], np.int32)
     tokens = np.stack([data[f"{row}_noise_ids"] for row in rows])
     np.testing.assert_array_equal(head.block_tokens(jnp.asarray(tokens[:4, 0])), tokens[:4])
@@ -100,7 +103,7 @@ def test_head_forward_gives_the_references_hidden_states_and_logits(name):
 @pytest.mark.parametrize("name", HEADS)
 def test_head_rounds_over_its_cache_give_the_references_outputs_and_cache(name):
     """Five rounds that add 10, 4, 1, 8 and 0 context rows: outputs of each, and the cache at the end."""
-    data, model, head = golden.arrays(name), golden.target(), golden.head(name)
+    data, model, head = golden.arrays(name), golden.target(HEADS[name]), golden.head(name)
     cache = poisoned(head.config, 5, 48)
     for r, (before, after) in enumerate(zip(data["b_cached_len_before"], data["b_ctx_len"], strict=True)):
         taps = np.full((5, 40, 128), np.nan, np.float32)
@@ -116,38 +119,42 @@ def test_head_rounds_over_its_cache_give_the_references_outputs_and_cache(name):
         assert np.isnan(layer.key[:, 23:]).all(), "only committed rows are written"
 
 
-def runs(mode, **fields):
+def runs(mode, target="target_dense", **fields):
     """Runs of e2e.json by prompt."""
-    wanted = {"mode": mode, **fields}
+    wanted = {"mode": mode, "target": target, **fields}
     found = [run for run in golden.cases("e2e")["runs"] if all(run[k] == v for k, v in wanted.items())]
     return sorted(found, key=lambda run: run["prompt"])
 
 
 @functools.cache
-def spare_token():
+def spare_token(name="target_dense"):
     """An id that no run generates and that is no mask token: declared EOS, it ends nothing."""
-    used = {token for run in golden.cases("e2e")["runs"] for token in run.get("token_ids", ())}
-    used |= {token for row in golden.arrays("target_dense")["greedy_tokens"].tolist() for token in row}
+    used = {token for run in golden.cases("e2e")["runs"] if run["target"] == name for token in run["token_ids"]}
+    used |= {token for row in golden.arrays(name)["greedy_tokens"].tolist() for token in row}
     return next(token for token in range(1, 255) if token not in used)
 
 
-def generate(model, head, prompts, max_new_tokens, shape):
-    """Five rows at a time (some of them padding) and one EOS id, so that a mode compiles once for this file."""
+def generate(model, head, prompts, max_new_tokens, shape, eos=None):
+    """Five rows at a time (some of them padding) and one EOS id, so that a mode compiles once for a target."""
     drafter = golden.head(head) if head else None
-    return golden.generate(model, drafter, prompts, max_new_tokens, shape, (spare_token(),), batch=5)
+    eos = spare_token() if eos is None else eos
+    return golden.generate(model, drafter, prompts, max_new_tokens, shape, (eos,), batch=5)
 
 
-def greedy_tokens():
-    return [run["token_ids"] for run in runs("greedy")]
+def greedy_tokens(name="target_dense"):
+    return [run["token_ids"] for run in runs("greedy", name)]
 
 
-def test_plain_decoding_gives_the_references_greedy_tokens():
-    """64 tokens for the five prompts of e2e.json, and 48 for the three of target_dense.npz."""
-    rows = generate(golden.target(), None, golden.cases("e2e")["prompts"], [64] * 5, PLAIN)
-    assert [row.tokens for row in rows] == greedy_tokens()
-    data = golden.arrays("target_dense")
+@pytest.mark.parametrize("name", TARGETS)
+def test_plain_decoding_gives_the_references_greedy_tokens(name):
+    """64 tokens for the five prompts of e2e.json, where it has them, and 48 for the three of the target's arrays."""
+    model, eos = golden.target(name), spare_token(name)
+    if greedy_tokens(name):
+        rows = generate(model, None, golden.cases("e2e")["prompts"], [64] * 5, PLAIN, eos)
+        assert [row.tokens for row in rows] == greedy_tokens(name)
+    data = golden.arrays(name)
     prompts = [ids[:n].tolist() for ids, n in zip(data["prompt_ids"], data["prompt_len"], strict=True)]
-    rows = generate(golden.target(), None, prompts, [48] * 3, PLAIN)
+    rows = generate(model, None, prompts, [48] * 3, PLAIN, eos)
     assert [row.tokens for row in rows] == data["greedy_tokens"].tolist()
 
 
@@ -160,33 +167,38 @@ def limited(accept_lengths, room):
 @pytest.mark.parametrize("name", HEADS)
 def test_chain_decoding_gives_the_references_tokens_and_accept_lengths(name):
     """Width 1: the reference's chain, round by round, also where the cap would cut its last round."""
-    expected = runs("chain", head=name)
-    prompts = golden.cases("e2e")["prompts"]
-    rows = generate(golden.target(), name, prompts, [64] * 5, CHAIN)
+    expected = runs("chain", HEADS[name], head=name)
+    prompts, model, eos = golden.cases("e2e")["prompts"], golden.target(HEADS[name]), spare_token(HEADS[name])
+    rows = generate(model, name, prompts, [64] * 5, CHAIN, eos)
     assert [row.tokens for row in rows] == [run["token_ids"] for run in expected]
     assert [row.committed for row in rows] == [limited(run["accept_lengths"], 63) for run in expected]
     # A last round of up to 8 tokens ends at 72 at most: nothing is cut off.
-    rows = generate(golden.target(), name, prompts, [72] * 5, CHAIN)
+    rows = generate(model, name, prompts, [72] * 5, CHAIN, eos)
     for row, run in zip(rows, expected, strict=True):
         assert row.committed[: len(run["accept_lengths"])] == run["accept_lengths"]
 
 
-def test_tree_decoding_gives_the_greedy_tokens_in_fewer_rounds_than_the_chain():
+@pytest.mark.parametrize("name", ["head_causal", "head_moe_causal"])
+def test_tree_decoding_gives_the_greedy_tokens_in_fewer_rounds_than_the_chain(name):
     """Losslessness; and over all prompts the tree commits more a round than the chain, which it contains."""
-    rows = generate(golden.target(), "head_causal", golden.cases("e2e")["prompts"], [64] * 5, EDGE_TREE)
-    assert [row.tokens for row in rows] == greedy_tokens()
-    chain = sum(len(run["accept_lengths"]) for run in runs("chain", head="head_causal"))
+    target = HEADS[name]
+    model, eos = golden.target(target), spare_token(target)
+    rows = generate(model, name, golden.cases("e2e")["prompts"], [64] * 5, EDGE_TREE, eos)
+    assert [row.tokens for row in rows] == greedy_tokens(target)
+    chain = sum(len(run["accept_lengths"]) for run in runs("chain", target, head=name))
     assert sum(len(row.committed) for row in rows) < chain
 
 
 def relabelled(model, old, new):
-    """The target that calls `old` `new` and `new` `old`: its rows of the embedding and of the lm_head swapped."""
+    """The target that calls `old` `new` and `new` `old`: its embeddings and lm_head outputs swapped."""
     order = np.arange(model.config.vocab_size)
     order[[old, new]] = new, old
 
     def swap(path, leaf):
         key = jax.tree_util.keystr(path)
-        return leaf[order] if "embed_tokens" in key or "lm_head" in key else leaf
+        if "lm_head" in key:
+            return leaf[:, order]
+        return leaf[order] if "embed_tokens" in key else leaf
 
     return jax.tree_util.tree_map_with_path(swap, model), order
 

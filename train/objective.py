@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.head import DraftHead
-from jetspec_jax.layers import Attend, KeyValue, rope_at
+from jetspec_jax.layers import Attend, KeyValue
+from jetspec_jax.rope import rope_at
 from jetspec_jax.target import TargetModel
 from train.data import Packed
 from train.packed import masked_attention

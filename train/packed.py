@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.layers import rope_at
+from jetspec_jax.rope import rope_at
 from jetspec_jax.target import TargetModel, TargetOutput
 from train.data import Packed
 

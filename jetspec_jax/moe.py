@@ -1,0 +1,138 @@
+"""Mixture of experts: an MLP per expert, and a router that sends each token through a few of them.
+
+No expert has a capacity, so that no token is ever dropped and none depends on its neighbours.
+
+Axis letters: B batch, N block rows, E hidden features, X experts, k experts of a token, R rows (B * N).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jetspec_jax.config import TargetConfig
+from jetspec_jax.layers import Linear
+from jetspec_jax.ops import top_k
+
+_TILE = 16  # rows; fewer repack the kernels more often, more compute with rows that are not the expert's
+
+
+class StackedLinear(nnx.Module):
+    """One linear layer per expert, `kernel` `[X, in, out]`."""
+
+    def __init__(self, experts: int, in_features: int, out_features: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        scale = in_features**-0.5
+        self.kernel = nnx.Param(jax.random.normal(rngs(), (experts, in_features, out_features), dtype) * scale)
+
+    def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        """`[rows, out]` of `x` `[rows, in]`, whose first `sizes[0]` rows are expert 0's, and so on."""
+        return jax.lax.ragged_dot(x, self.kernel[...], sizes)
+
+    def single(self, x: jax.Array, expert: jax.Array) -> jax.Array:
+        """`[rows, out]` of `x` `[rows, in]`, all by one `expert` (a scalar)."""
+        return x @ self.kernel[...][expert]
+
+
+class Experts(nnx.Module):
+    """The experts' SwiGLU MLPs, `down(silu(gate(x)) * up(x))`, and two ways through them that give the same."""
+
+    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_proj = StackedLinear(experts, hidden, inner, rngs=rngs, dtype=dtype)
+        self.up_proj = StackedLinear(experts, hidden, inner, rngs=rngs, dtype=dtype)
+        self.down_proj = StackedLinear(experts, inner, hidden, rngs=rngs, dtype=dtype)
+        self.num_experts = experts
+
+    def by_group(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Rows sorted by expert, each product one grouped product.
+
+        Args:
+            x: `[R, E]`.
+            weights: float32 `[R, k]`.
+            chosen: int32 `[R, k]`, the experts of each row.
+
+        Returns:
+            `[R, E]`, each row's weighted sum of its experts' outputs.
+        """
+        per_row = chosen.shape[1]
+        order = jnp.argsort(chosen.reshape(-1))
+        inverse = jnp.argsort(order)
+        sizes = self.rows_of_experts(chosen)
+        grouped = x[order // per_row]
+        inner = jax.nn.silu(self.gate_proj.grouped(grouped, sizes)) * self.up_proj.grouped(grouped, sizes)
+        out = self.down_proj.grouped(inner, sizes)[inverse].reshape(*chosen.shape, -1)
+        return _weighted(out, weights)
+
+    def by_tile(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Rows sorted by expert and cut into tiles of one expert each, one tile after the other; as `by_group`.
+
+        XLA's grouped product on a CPU multiplies all rows with all experts: a step of few rows would read every
+        expert's weights. Tiles read those of the chosen experts only. With few rows an expert a tile is a single
+        row, since a product of a vector reads a kernel where it lies, and one of a few rows repacks it first.
+        """
+        pairs, per_row = chosen.size, chosen.shape[1]
+        tile = 1 if pairs <= self.num_experts else _TILE
+        sizes = self.rows_of_experts(chosen)
+        tiles = -(-sizes // tile)
+        ends = jnp.cumsum(tiles, dtype=jnp.int32)
+        first_tile, first_row = ends - tiles, jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+        order = jnp.argsort(chosen.reshape(-1))
+
+        index = jnp.arange(min(pairs, pairs // tile + self.num_experts), dtype=jnp.int32)
+        expert = jnp.minimum(jnp.sum(index[:, None] >= ends[None], axis=1, dtype=jnp.int32), self.num_experts - 1)
+        start = first_row[expert] + (index - first_tile[expert]) * tile
+        # Past the expert's last row a tile holds rows of others, and past the last tile there are only such: what
+        # they give is never gathered below.
+        held = jnp.minimum(start[:, None] + jnp.arange(tile, dtype=jnp.int32)[None], pairs - 1)
+
+        def through(at: tuple[jax.Array, jax.Array]) -> jax.Array:
+            rows, expert = x[at[0]], at[1]
+            inner = jax.nn.silu(self.gate_proj.single(rows, expert)) * self.up_proj.single(rows, expert)
+            return self.down_proj.single(inner, expert)
+
+        def step(_: None, at: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+            used, *rest = at
+            empty = jnp.zeros((tile, x.shape[1]), x.dtype)
+            return None, jax.lax.cond(used, through, lambda _: empty, tuple(rest))
+
+        out = jax.lax.scan(step, None, (index < ends[-1], order[held] // per_row, expert))[1]
+        offset = jnp.argsort(order).reshape(chosen.shape) - first_row[chosen]
+        return _weighted(out[first_tile[chosen] + offset // tile, offset % tile], weights)
+
+    def rows_of_experts(self, chosen: jax.Array) -> jax.Array:
+        """How many rows chose each expert, int32 `[X]`, for `chosen` `[R, k]`."""
+        experts = jnp.arange(self.num_experts, dtype=chosen.dtype)
+        return jnp.sum(chosen[..., None] == experts[None, None], axis=(0, 1), dtype=jnp.int32)
+
+
+class SparseMLP(nnx.Module):
+    """A layer's mixture of experts: the router `gate`, and the experts."""
+
+    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.gate = Linear(config.hidden_size, config.num_experts, rngs=rngs, dtype=dtype)
+        self.experts = Experts(config, rngs=rngs, dtype=dtype)
+        self.experts_per_row = config.num_experts_per_tok
+        self.normalise = config.norm_topk_prob
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The weights, float32, and the experts, int32, of each row of `x` `[R, E]`; each `[R, k]`."""
+        weights, chosen = top_k(jax.nn.softmax(self.gate(x).astype(jnp.float32), axis=-1), self.experts_per_row)
+        if self.normalise:
+            weights /= jnp.sum(weights, axis=-1, keepdims=True)
+        return weights, chosen
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[B, N, E]` of `x` `[B, N, E]`."""
+        rows = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(rows)
+        out = jax.lax.platform_dependent(rows, weights, chosen, cpu=self.experts.by_tile, default=self.experts.by_group)
+        return out.reshape(x.shape)
+
+
+def _weighted(out: jax.Array, weights: jax.Array) -> jax.Array:
+    """`[R, E]`, the sums of `out` `[R, k, E]` by `weights` `[R, k]`.
+
+    Summed per row in float32: a scatter-add over experts would sum in no fixed order on a GPU.
+    """
+    return jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=1).astype(out.dtype)
