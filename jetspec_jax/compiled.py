@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-_programs: dict[Any, Callable[..., Any]] = {}
+_programs: dict[Any, jax.stages.Compiled] = {}
 
 
-def compiled(function: Any, *args: Any, **static: Any) -> Callable[..., Any]:
+def compiled(function: Any, *args: Any, **static: Any) -> jax.stages.Compiled:
     """The executable of a jitted `function` for arguments like `args`; compiled at the first request.
 
     Call the result with the same arguments less the static ones. `args` hold arrays only (NumPy scalars included).

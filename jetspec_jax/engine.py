@@ -251,8 +251,8 @@ def _run(
     calls = _NO_LIMIT if rounds_per_call is None else np.int32(rounds_per_call)
     with _precision(target):
         start_program = compiled(prefill, *inputs, **static)
-        state_shape = jax.eval_shape(lambda *x: prefill(*x, **static), *inputs)
-        loop_program = compiled(decode, target.model, drafter, state_shape, calls, sampling.knobs, spec=spec)
+        state = start_program.out_info
+        loop_program = compiled(decode, target.model, drafter, state, calls, sampling.knobs, spec=spec)
     started = time.perf_counter()
     state = start_program(*inputs)
     progress = _progress(state, lengths, first, started)
