@@ -23,12 +23,17 @@ def wants_colour(file: TextIO) -> bool:
 
 
 class Printer:
-    """Prints one row's tokens as rounds commit them: accepted drafts green, the target's own tokens bold cyan."""
+    """Prints one row's tokens as rounds commit them: accepted drafts green, the target's own tokens bold cyan.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, file: TextIO = sys.stdout):
-        self._stream = None if tokenizer is None else TextStream(tokenizer)
-        self._file = file
-        self._colour = wants_colour(file)
+    Text that may begin one of the `stop` texts waits until it is known not to, and takes the later token's colour.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, file: TextIO | None = None, *, stop: Sequence[str] = ()
+    ):
+        self._stream = None if tokenizer is None else TextStream(tokenizer, stop)
+        self._file = file or sys.stdout
+        self._colour = wants_colour(self._file)
         self._printed = 0
 
     def update(self, progress: Progress) -> None:
@@ -47,9 +52,9 @@ class Printer:
         self._file.write(f"{colour}{text}{_RESET}" if self._colour and text else text)
 
 
-def legend(file: TextIO = sys.stdout) -> str:
+def legend(file: TextIO | None = None) -> str:
     """What the colours mean; empty where there are none."""
-    if not wants_colour(file):
+    if not wants_colour(file or sys.stdout):
         return ""
     return f"{_DRAFTED}accepted drafts{_RESET}, {_TARGET}the target's own tokens{_RESET}"
 
