@@ -80,7 +80,8 @@ def load_target(
         raise CheckpointError(
             f"{directory}: eos_token_id {outside} outside the vocabulary of {model.config.vocab_size}"
         )
-    name = directory.name if pathlib.Path(path).expanduser().is_dir() else os.fspath(path)
+    local = pathlib.Path(os.fspath(path).partition("::")[0]).expanduser().is_dir()
+    name = directory.name if local else os.fspath(path)
     return Target(model, load_tokenizer(directory), ends, directory, sampling, name)
 
 

@@ -98,7 +98,8 @@ def test_a_subfolder_of_a_repository_or_directory_is_a_checkpoint_of_its_own(sav
     want = load_draft_head(saved / "head")
     assert same(load_draft_head("Org/heads::small/v1"), want)
     assert same(load_draft_head(f"{saved}::head"), want)
-    assert load_target(f"{saved}::target").path == saved / "target"
+    target = load_target(f"{saved}::target")
+    assert (target.path, target.name) == (saved / "target", "target")
 
 
 def test_a_revision_is_a_branch_or_a_commit(saved, hub):

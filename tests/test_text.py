@@ -1,5 +1,6 @@
 """Text: streams and stop texts, chat templates and their thinking modes, ids that the tokenizer does not know."""
 
+import dataclasses
 import functools
 import io
 import itertools
@@ -112,7 +113,8 @@ def test_unknown_ids_have_no_text():
 
 # Stop texts while decoding.
 
-CONFIG = GenerationConfig(budget=8, tree_width=2, max_new_tokens=40, temperature=1.0, top_k=8, seed=3)
+CONFIG = GenerationConfig(budget=8, tree_width=2, max_new_tokens=40, batch_size=3)
+PLAIN = dataclasses.replace(CONFIG, method="ar", batch_size=1)
 PROMPTS = [[5, 6, 7], [40, 41], [8]]
 
 
@@ -142,7 +144,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(models):
     """The answers without stop texts."""
-    return generate(*models, PROMPTS, CONFIG, batch_size=3)
+    return generate(*models, PROMPTS, CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +165,9 @@ def test_ids_beyond_the_tokenizers_vocabulary_are_decoded_and_have_no_text(model
 
 
 @pytest.mark.parametrize("rounds", [None, 1, 3])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_stop_text_ends_its_row_whatever_the_batch_and_the_rounds_between_looks(models, whole, stop, rounds, batch):
+def test_a_stop_text_ends_its_row_whatever_the_rounds_between_looks(models, whole, stop, rounds):
     """Tokens up to the one that completes it, statistics of those, the text before it; other rows go on."""
-    results = generate(*models, PROMPTS, CONFIG, stop=stop, batch_size=batch, rounds_per_call=rounds)
+    results = generate(*models, PROMPTS, CONFIG, stop=stop, rounds_per_call=rounds)
     for result, full in zip(results, whole):
         text, count = oracle(tokenizer(), full.token_ids, stop)
         assert (result.text, result.token_ids) == (text, full.token_ids[:count])
@@ -179,16 +180,34 @@ def test_a_stop_text_ends_its_row_whatever_the_batch_and_the_rounds_between_look
     assert [result.finish_reason for result in results] == ["stop", "stop", "length"]
 
 
-def test_plain_decoding_stops_at_the_same_token(models, stop):
-    drafted = generate(*models, PROMPTS, CONFIG, stop=stop, batch_size=3)
-    plain = generate(models[0], None, PROMPTS, CONFIG, stop=stop, batch_size=3, method="ar")
-    assert [(r.token_ids, r.text) for r in plain] == [(r.token_ids, r.text) for r in drafted]
+def test_the_method_and_the_batch_change_nothing(models, stop):
+    drafted = generate(*models, PROMPTS, CONFIG, stop=stop)
+    assert any(length > 1 for result in drafted for length in result.accepted_lengths)
+    plain = generate(*models, PROMPTS, PLAIN, stop=stop)
+    assert [(r.token_ids, r.text, r.finish_reason) for r in plain] == [
+        (r.token_ids, r.text, r.finish_reason) for r in drafted
+    ]
+
+
+def test_a_stop_text_ends_its_row_inside_an_accepted_block(models, whole):
+    """Tokens of the block behind it are neither emitted nor counted. The stop text is all text up to a token."""
+    full, known = whole[0], len(tokenizer())
+    assert any(length > 2 for length in full.accepted_lengths)
+    by_round = [0] + [i + 1 for i, length in enumerate(full.accepted_lengths) for _ in range(length)]
+    for count in range(1, len(full.token_ids) + 1):
+        if full.token_ids[count - 1] >= known or full.accepted_lengths[max(by_round[count - 1] - 1, 0)] == 1:
+            continue
+        text = tokenizer().decode(full.token_ids[:count])
+        [result] = generate(*models, PROMPTS[:1], CONFIG, stop=[text])
+        assert (result.text, result.token_ids, result.finish_reason) == ("", full.token_ids[:count], "stop")
+        assert result.rounds == by_round[count - 1]
+        assert result.accepted_lengths == [by_round[:count].count(i + 1) for i in range(result.rounds)]
 
 
 def test_a_stop_text_at_the_cap_wins_over_it(models, whole, stop):
     """As an end-of-sequence token does."""
-    count = len(generate(*models, PROMPTS[:1], CONFIG, stop=stop)[0].token_ids)
-    [result] = generate(*models, PROMPTS[:1], CONFIG, stop=stop, max_new_tokens=count)
+    count = len(generate(*models, PROMPTS[:1], PLAIN, stop=stop)[0].token_ids)
+    [result] = generate(*models, PROMPTS[:1], PLAIN, stop=stop, max_new_tokens=count)
     assert (result.finish_reason, len(result.token_ids)) == ("stop", count)
 
 
@@ -203,8 +222,8 @@ def test_printed_pieces_join_to_the_text(models, whole, stop, rounds):
             sizes.append(len(progress.row(0)[0]))
             printer.update(progress)
 
-        options = {"stop": texts, "rounds_per_call": rounds, "seed": CONFIG.seed + index}
-        [result] = generate(*models, [PROMPTS[index]], CONFIG, on_progress=show, **options)
+        options = {"stop": texts, "rounds_per_call": rounds, "on_progress": show}
+        [result] = generate(*models, [PROMPTS[index]], PLAIN, **options)
         assert file.getvalue() == result.text + "\n"
         assert sizes == sorted(sizes) and sizes[-1] == len(result.token_ids)
 
