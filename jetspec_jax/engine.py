@@ -19,7 +19,7 @@ from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.target import TargetModel
-from jetspec_jax.text import TextStream, decode_until
+from jetspec_jax.text import TextStream, decode_tokens, decode_until
 from jetspec_jax.tree import TreeShape
 from kernels.pallas.tree_attention import causal_mask
 
@@ -316,7 +316,7 @@ def _result(
     if target.tokenizer is not None and config.stop:
         text, stopped = decode_until(target.tokenizer, token_ids, config.stop)
     elif target.tokenizer is not None:
-        text = str(target.tokenizer.decode(token_ids, skip_special_tokens=True))
+        text = decode_tokens(target.tokenizer, token_ids)
     return GenerationResult(
         prompt=prompt if isinstance(prompt, str) else None,
         text=text,

@@ -77,7 +77,7 @@ def _from_hub(name: str, subfolder: str, revision: str | None) -> pathlib.Path:
     try:
         found = pathlib.Path(snapshot_download(name, **options)) / subfolder
     except Exception as error:  # the HTTP client's own errors have no base class that is stable over its versions
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _one_line(error)
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _one_line(error.__cause__ or error)
         raise CheckpointError(
             f"{asked} is not a directory, not (or not wholly) in the hub's cache {constants.HF_HUB_CACHE}, and could "
             f"not be downloaded ({reason}); check the name, run once with network access to fill the cache, "
@@ -102,5 +102,5 @@ def _missing(directory: pathlib.Path) -> list[str]:
     return sorted(name for name in names if not (directory / name).exists())
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

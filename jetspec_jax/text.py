@@ -15,8 +15,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 class TextStream:
     """Turns tokens into text as they come; a character that spans tokens appears once it is whole.
 
-    Without stop texts the pieces, `finish()` included, join to the tokenizer's decoding of all tokens. Special tokens
-    and ids that the tokenizer does not know (a model's vocabulary may be padded) have no text.
+    Without stop texts the pieces, `finish()` included, join to `decode_tokens` of all tokens.
 
     With them the pieces join to what comes before the stop text that is completed first (of several completed by one
     token, the one that begins first); `stopped` turns true with that token. Text that may be the beginning of a stop
@@ -67,7 +66,16 @@ class TextStream:
         return text[: len(text) - keep]
 
     def _decode(self, start: int) -> str:
-        return str(self._tokenizer.decode(self._tokens[start:], skip_special_tokens=True))
+        return decode_tokens(self._tokenizer, self._tokens[start:])
+
+
+def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """The text of tokens; special ones, and ids that the tokenizer does not know (padded vocabularies), have none.
+
+    Spaces stay as the tokens have them: some tokenizers would drop those before punctuation, which text that has been
+    shown already cannot.
+    """
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def decode_until(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], stop: Sequence[str]) -> tuple[str, bool]:

@@ -25,7 +25,7 @@ from jetspec_jax import (
 from jetspec_jax.chat import thinking_mode
 from jetspec_jax.head import DraftHead
 from jetspec_jax.target import TargetModel
-from jetspec_jax.text import TextStream, decode_until
+from jetspec_jax.text import TextStream, decode_tokens, decode_until
 from train.tokenizer import train_tokenizer
 
 PADDING = 20  # ids of the model that the tokenizer does not know
@@ -101,6 +101,14 @@ def test_a_token_that_ends_a_stop_text_and_begins_a_character_stops_the_stream()
     assert streamed(words, ids, ["a"]) == (["", "", ""], 1)
     assert streamed(words, ids, []) == (["a", "\N{LATIN SMALL LETTER E WITH GRAVE}", ""], None)
     assert streamed(words, ids[:1], []) == (["a", BROKEN], None)
+
+
+def test_spaces_stay_where_the_tokens_have_them(monkeypatch):
+    """A tokenizer may be set to clean up its decoding; text already shown cannot be."""
+    words = train_tokenizer(["x"], 260)
+    monkeypatch.setattr(words, "clean_up_tokenization_spaces", True)
+    pieces, _ = streamed(words, words.encode("a . b"), [])
+    assert "".join(pieces) == decode_tokens(words, words.encode("a . b")) == "a . b"
 
 
 def test_unknown_ids_have_no_text():
