@@ -2,13 +2,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: generate test lint
+.PHONY: generate test test-plan lint
 
 generate: $(VENV)/installed
 	$(BIN)/python -m infer.generate --budget 256
 
 test: $(VENV)/installed-test lint
 	$(BIN)/python -m pytest
+
+# Compiles for GPUs that are not there; JAX_PLATFORMS keeps the CUDA plugin from looking for one.
+test-plan: $(VENV)/installed-test
+	$(BIN)/pip install --quiet --editable '.[test,plan]'
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_topology.py
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

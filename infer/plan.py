@@ -92,7 +92,7 @@ def large_copies(text: str, threshold: int) -> list[str]:
     What the entry copies it copies once a call; everything else here belongs to the loop.
     """
     inside = re.sub(r"^ENTRY .*?^}", "", text, flags=re.DOTALL | re.MULTILINE)
-    found = re.findall(r"= \(?(\w+)\[([\d,]*)\][^ ]* copy(?:-start)?\(", inside)
+    found = re.findall(r"= \(?(\w+)\[([\d,]*)\][^\n=]* copy(?:-start)?\(", inside)
     sized = [(f"{dtype}[{dims}]", _hlo_bytes(dtype, dims)) for dtype, dims in found]
     return [name for name, size in sized if size >= threshold]
 

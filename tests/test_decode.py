@@ -642,7 +642,7 @@ def test_decoding_updates_its_caches_in_place():
     for capacity in (4096, 16384):
         ints = jax.ShapeDtypeStruct((2,), jnp.int32)
         tokens, seeds = jax.ShapeDtypeStruct((2, capacity), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.uint32)
-        start = functools.partial(prefill, spec=PLAIN, chunk=CHUNK)
+        start = functools.partial(prefill, eos_ids=EOS, mode=GREEDY.mode, chunk=CHUNK)
         state = jax.eval_shape(start, target(), head(), tokens, ints, ints, seeds, GREEDY.knobs)
         caches = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.cache, state.context)))
         rounds, spec = jax.ShapeDtypeStruct((), jnp.int32), LoopSpec(MAIN, EOS, GREEDY.mode)

@@ -8,9 +8,11 @@ import dataclasses
 
 @dataclasses.dataclass
 class OptimizerConfig:
-    """Muon for the layers' matrices, AdamW for everything else; linear warmup, then cosine to `final_scale`.
+    """Muon for the layers' matrices, Adam with Nesterov momentum and weight decay for everything else.
 
-    `learning_rate` is AdamW's, `matrix_learning_rate` Muon's; with `matrix_learning_rate` 0 AdamW does all.
+    Linear warmup over `warmup_steps`, then cosine to `final_scale` of the peak.
+
+    `learning_rate` is Adam's, `matrix_learning_rate` Muon's; with `matrix_learning_rate` 0 plain AdamW does all.
     """
 
     learning_rate: float = 3e-4

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app
+from absl import app, flags
 from flax import nnx
 from ml_collections import config_flags
 
@@ -26,8 +27,6 @@ from train.objective import BlockMetrics, Blocks, distillation_loss, sample_bloc
 from train.optimizer import make_optimizer
 from train.packed import target_forward
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Config file with get_config().")
-
 
 def head_config(config: DistillConfig, target: Target) -> HeadConfig:
     """The head that `config` describes, in the shape of the target's own layers.
@@ -36,6 +35,11 @@ def head_config(config: DistillConfig, target: Target) -> HeadConfig:
         ValueError: the tokenizer has no mask token, or the taps do not fit the target.
     """
     shape = target.config
+    if config.mixed_fill and not config.causal_head:
+        raise ValueError(
+            "--config.mixed_fill needs a causal head: a bidirectional one sees, in the next filled slot, the token "
+            "that a filled slot learns; set --config.mixed_fill=0"
+        )
     mask = None if target.tokenizer is None else target.tokenizer.mask_token_id
     if mask is None:
         raise ValueError(f"{target.path}: the tokenizer has no mask_token, which the head's empty slots need")
@@ -63,7 +67,7 @@ def head_config(config: DistillConfig, target: Target) -> HeadConfig:
     )
 
 
-def read_documents(path: str) -> list[Document]:
+def read_documents(path: str, vocab_size: int) -> list[Document]:
     """The documents of a JSONL file of `{"prompt_ids", "token_ids"}`.
 
     Raises:
@@ -73,9 +77,15 @@ def read_documents(path: str) -> list[Document]:
     for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), start=1):
         try:
             row = json.loads(line)
-            documents.append(document(row["prompt_ids"], row["token_ids"]))
+            ids = [row["prompt_ids"], row["token_ids"]]
+            if not all(type(token) is int and 0 <= token < vocab_size for part in ids for token in part):
+                raise TypeError("token ids must be integers inside the vocabulary")
+            documents.append(document(*ids))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: expected prompt_ids and token_ids, got {line[:60]!r}") from error
+            raise ValueError(
+                f"{path}:{number}: expected prompt_ids and token_ids, lists of ids below {vocab_size}, "
+                f"got {line[:60]!r}"
+            ) from error
     if not documents:
         raise ValueError(f"{path} holds no documents")
     return documents
@@ -106,7 +116,7 @@ def distill(config: DistillConfig) -> pathlib.Path:
     check_positive(config, "steps", "batch_size", "length", "anchors", "num_hidden_layers", "temperature", "log_every")
     target = jetspec_jax.load_target(config.target, dtype=jnp.float32)
     head = DraftHead(head_config(config, target), rngs=nnx.Rngs(config.seed))
-    documents = read_documents(config.data)
+    documents = read_documents(config.data, target.config.vocab_size)
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = optimizer.init(head)
     batches = bucketed_batches(
@@ -150,8 +160,14 @@ def main(argv: list[str]) -> None:
     """The command."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    print(f"saved {distill(_CONFIG.value)}")
+    try:
+        out = distill(flags.FLAGS.config)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(f"saved {out}")
 
 
 if __name__ == "__main__":
+    config_flags.DEFINE_config_file("config", "configs/tiny.py", "Config file with get_config().")
     app.run(main)

@@ -59,6 +59,7 @@ def sample_blocks(batch: Packed, anchors: int, block_size: int, mixed_fill: floa
     A row with fewer usable tokens than `anchors` repeats none: its surplus blocks are not live.
     """
     rows, length = batch.tokens.shape
+    anchors = min(anchors, length)
     successor = np.zeros((rows, length), bool)
     successor[:, :-1] = (batch.documents[:, 1:] == batch.documents[:, :-1]) & (batch.documents[:, :-1] > 0)
     usable = batch.response & successor
@@ -82,19 +83,21 @@ def supervision(batch: Packed, blocks: Blocks, block_size: int, gamma: float) ->
 
     A MASK slot i learns the distribution of token anchor + i, which the target gives at anchor + i - 1. A filled
     slot already knows its own token and learns the one after it; the anchor counts as filled in filled blocks and
-    learns nothing in others. A slot whose predicted token lies past its document learns nothing.
+    learns nothing in others. A slot whose predicted token lies past its document learns nothing. Weights decay
+    with the distance from the anchor to the predicted token: exp(-(distance - 1) / gamma).
     """
     length = batch.tokens.shape[1]
     slots = jnp.arange(block_size)[None, None]
     filled = blocks.filled[..., None]
     known = slots <= filled
-    source = blocks.anchors[..., None] + jnp.where(known, slots, slots - 1)
+    ahead = jnp.where(known, slots, slots - 1)  # the predicted token is the one after anchor + ahead
+    source = blocks.anchors[..., None] + ahead
     rows = jnp.arange(source.shape[0])[:, None, None]
     document = jnp.take_along_axis(batch.documents, blocks.anchors, axis=1)[..., None]
     predicted = jnp.clip(source + 1, 0, length - 1)
     inside = (source + 1 < length) & (batch.documents[rows, predicted] == document)
     counted = inside & blocks.live[..., None] & ((slots > 0) | (filled > 0))
-    decay = jnp.exp(-(slots - 1) / gamma) if gamma else jnp.ones(slots.shape)
+    decay = jnp.exp(-ahead.astype(jnp.float32) / gamma) if gamma else jnp.ones(ahead.shape)
     return Supervision(jnp.clip(source, 0, length - 1), jnp.where(counted, decay, 0.0))
 
 
@@ -180,5 +183,5 @@ def _metrics(
     return BlockMetrics(
         loss,
         jnp.sum(agree) / jnp.maximum(jnp.sum(counted), 1),
-        jnp.sum((leading + 1) * chains) / jnp.maximum(jnp.sum(chains), 1),
+        jnp.sum(jnp.where(chains, leading + 1, 0)) / jnp.maximum(jnp.sum(chains), 1),
     )

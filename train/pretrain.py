@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import optax
-from absl import app
+from absl import app, flags
 from flax import nnx
 from ml_collections import config_flags
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,6 @@ from train.packed import target_forward
 from train.tasks import problems
 from train.tokenizer import train_tokenizer
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/tiny_target.py", "Config file with get_config().")
 _TOKENIZER_PROBLEMS = 4000
 
 
@@ -37,7 +37,7 @@ def next_token_loss(model: TargetModel, batch: Packed, prompt_weight: float) -> 
     logits = model.logits(target_forward(model, batch).hidden[:, :-1])
     labels, response = batch.tokens[:, 1:], batch.response[:, 1:]
     inside = (batch.documents[:, 1:] == batch.documents[:, :-1]) & (batch.documents[:, 1:] > 0)
-    weights = jnp.where(response, 1.0, prompt_weight) * inside
+    weights = jnp.where(inside, jnp.where(response, 1.0, prompt_weight), 0.0)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     answered = response & inside
     right = jnp.sum((jnp.argmax(logits, -1) == labels) & answered) / jnp.maximum(jnp.sum(answered), 1)
@@ -118,8 +118,14 @@ def main(argv: list[str]) -> None:
     """The command."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    print(f"saved {pretrain(_CONFIG.value)}")
+    try:
+        out = pretrain(flags.FLAGS.config)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(f"saved {out}")
 
 
 if __name__ == "__main__":
+    config_flags.DEFINE_config_file("config", "configs/tiny_target.py", "Config file with get_config().")
     app.run(main)
