@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+from typing import cast
 
 import jetspec_jax
 from jetspec_jax.chat import check_messages, thinking_mode
@@ -121,14 +122,13 @@ def to_prompts(
 
 def _to_prompt(args: argparse.Namespace, target: Target, request: Request, where: str) -> str | list[int]:
     if isinstance(request, list) and not (request and isinstance(request[0], dict)):
-        return [token for token in request if isinstance(token, int)]
+        return cast(list[int], request)
     if args.raw:
         if not isinstance(request, str):
             raise ValueError(f"{where} holds messages, which need the chat template that --raw leaves out")
         return request
-    messages = request if isinstance(request, str) else [message for message in request if isinstance(message, dict)]
     try:
-        return jetspec_jax.chat_prompt(target, messages, system=args.system, enable_thinking=args.thinking)
+        return jetspec_jax.chat_prompt(target, request, system=args.system, enable_thinking=args.thinking)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
