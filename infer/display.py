@@ -23,10 +23,15 @@ def wants_colour(file: TextIO) -> bool:
 
 
 class Printer:
-    """Prints one row's tokens as rounds commit them: accepted drafts green, the target's own tokens bold cyan."""
+    """Prints one row's tokens as rounds commit them: accepted drafts green, the target's own tokens bold cyan.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, file: TextIO | None = None):
-        self._stream = None if tokenizer is None else TextStream(tokenizer)
+    Text that may begin one of the `stop` texts waits until it is known not to, and takes the later token's colour.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, file: TextIO | None = None, *, stop: Sequence[str] = ()
+    ):
+        self._stream = None if tokenizer is None else TextStream(tokenizer, stop)
         self._file = file or sys.stdout
         self._colour = wants_colour(self._file)
         self._printed = 0

@@ -16,12 +16,14 @@ import numpy as np
 
 import jetspec_jax
 from infer.display import Printer, legend, median_run, table
-from jetspec_jax.engine import METHODS, GenerationConfig, GenerationResult, check_prompt, prompt_ids, top_two_gap
+from infer.prompts import Request, add_flags, read_prompt_file, read_requests, shown, thinking_mismatch, to_prompts
+from jetspec_jax.engine import METHODS, GenerationConfig, GenerationResult, prompt_ids, top_two_gap
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import EMBEDDED_HEAD, EMBEDDED_TARGET, Target
 
-_HELD_OUT = EMBEDDED_TARGET.parent / "held_out.jsonl"
-_QUESTIONS = 3
+__all__ = ["main", "make_parser", "read_prompt_file"]
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _ROUNDS_PER_PRINT = 2
 _JSON_FIELDS = ("prompt", "text", "token_ids", "prompt_tokens", "finish_reason", "rounds", "accepted_lengths",
                 "mean_accepted_length", "budget", "method", "seconds", "tokens_per_second")  # fmt: skip
@@ -35,15 +37,12 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument(
         "--model",
         default=EMBEDDED_TARGET,
-        metavar="DIR",
-        help="the target's checkpoint directory (default: the small model that ships here)",
+        metavar="DIR|ID",
+        help="the target: a directory or a hub id, ::subfolder allowed (default: the small model that ships here)",
     )
-    models.add_argument("--draft-head", metavar="DIR", help="the draft head's directory (default: the shipped one)")
+    models.add_argument("--draft-head", metavar="DIR|ID", help="the draft head, likewise (default: the shipped one)")
     models.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's")
-    prompts = parser.add_argument_group("prompts (default: three held-out questions)").add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", metavar="TEXT", help="a user's message; the chat template is applied")
-    prompts.add_argument("--prompts", metavar="FILE.jsonl", help='lines of {"prompt": TEXT}')
-    prompts.add_argument("--prompt-ids", metavar="1,2,3", help="token ids, used as they are")
+    add_flags(parser)
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument(
         "--method",
@@ -61,12 +60,19 @@ def make_parser() -> argparse.ArgumentParser:
         "--tree-width", type=int, default=defaults.tree_width, help="children scored per node (default %(default)s)"
     )
     decoding.add_argument("--max-new-tokens", type=int, default=defaults.max_new_tokens)
-    decoding.add_argument("--temperature", type=float, default=defaults.temperature, help="0 is greedy (default)")
-    decoding.add_argument("--top-k", type=int, default=defaults.top_k, help="0 keeps all (default)")
-    decoding.add_argument("--top-p", type=float, default=defaults.top_p)
-    decoding.add_argument("--min-p", type=float, default=defaults.min_p)
+    sampling = "(default: the model's generation_config.json, else %s)"
+    decoding.add_argument("--temperature", type=float, help=f"0 is greedy {sampling % 0}")
+    decoding.add_argument("--top-k", type=int, help=f"0 keeps all {sampling % 0}")
+    decoding.add_argument("--top-p", type=float, help=f"1 keeps all {sampling % 1}")
+    decoding.add_argument("--min-p", type=float, help=f"0 keeps all {sampling % 0}")
     decoding.add_argument("--seed", type=int, default=defaults.seed, help="prompt i draws with seed + i")
     decoding.add_argument("--batch-size", type=int, default=defaults.batch_size, help="prompts decoded together")
+    decoding.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end an answer before this text, wherever tokens part; may be given several times",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--compare", action="store_true", help="time plain decoding too, in the same run")
     output.add_argument("--repeats", type=int, default=3, help="timed runs of each method with --compare (median)")
@@ -90,28 +96,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         config = _config(args)
-        texts = _read_prompts(args)
+        requests = read_requests(args)
         target = jetspec_jax.load_target(args.model, dtype=args.dtype)
+        config, note = _with_model_defaults(config, args, target)
         head = _load_head(args, target, config)
-        prompts = [jetspec_jax.chat_prompt(target, p) if isinstance(p, str) else p for p in texts]
-        for index, prompt in enumerate(prompts):
-            check_prompt(prompt_ids(target, prompt), target, config.max_new_tokens, _where(args, index))
+        prompts = to_prompts(args, target, requests, config.max_new_tokens)
+        if config.stop and target.tokenizer is None:
+            raise ValueError(f"--stop needs a tokenizer, and {target.path} has none")
+        mismatch = thinking_mismatch(args, target, head)
     except ValueError as error:
         _fail(str(error))
+    if note:
+        print(note, file=sys.stderr)
+    if mismatch:
+        print(f"warning: {mismatch}", file=sys.stderr)
     if not args.no_compilation_cache:
         jetspec_jax.enable_compilation_cache()
-    return _Session(args, target, head, config, texts, prompts).run()
+    return _Session(args, target, head, config, requests, prompts).run()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Session:
-    """One run of the command. `texts` are the prompts as given, `prompts` what the target reads."""
+    """One run of the command. `requests` are the prompts as given, `prompts` what the target reads."""
 
     args: argparse.Namespace
     target: Target
     head: DraftHead | None
     config: GenerationConfig
-    texts: list[str | list[int]]
+    requests: list[Request]
     prompts: list[str | list[int]]
 
     def run(self) -> int:
@@ -145,7 +157,8 @@ class _Session:
         size = sum(leaf.size for leaf in jax.tree.leaves(self.target.model)) / 1e6
         device = jax.devices()[0]
         note = (
-            f"target {self.target.path.name}: {size:.1f}M parameters, {model.num_hidden_layers} layers, "
+            f"target {self.target.name or self.target.path.name}: {size:.1f}M parameters, "
+            f"{model.num_hidden_layers} layers, "
             f"{self.target.model.model.norm.weight[...].dtype}; {device.platform} {device.device_kind}"
         )
         if self.config.method != "ar" and self.head is not None:
@@ -161,9 +174,9 @@ class _Session:
         if legend():
             print(legend())
         results = []
-        for index, (text, prompt) in enumerate(zip(self.texts, self.prompts, strict=True)):
-            print(f"\n> {text if isinstance(text, str) else ' '.join(map(str, text))}\n")
-            printer = Printer(self.target.tokenizer)
+        for index, (request, prompt) in enumerate(zip(self.requests, self.prompts, strict=True)):
+            print(f"\n> {shown(request)}\n")
+            printer = Printer(self.target.tokenizer, stop=self.config.stop)
             config = dataclasses.replace(self.config, seed=self.config.seed + index)
             results += self._generate(config, [prompt], rounds_per_call=_ROUNDS_PER_PRINT, on_progress=printer.update)
         return results
@@ -180,7 +193,7 @@ class _Session:
     def _print_json(self, runs: Sequence[Sequence[GenerationResult]]) -> None:
         for index, result in enumerate(runs[0]):
             row = {name: getattr(result, name) for name in _JSON_FIELDS}
-            row["prompt"] = self.texts[index]
+            row["prompt"] = self.requests[index]
             if len(runs) > 1:
                 plain = runs[1][index]
                 row["ar"] = {"seconds": plain.seconds, "tokens_per_second": plain.tokens_per_second}
@@ -210,7 +223,20 @@ class _Session:
 def _config(args: argparse.Namespace) -> GenerationConfig:
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
-    return GenerationConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(GenerationConfig)})
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(GenerationConfig)}
+    return GenerationConfig(**{name: value for name, value in values.items() if value is not None})
+
+
+def _with_model_defaults(
+    config: GenerationConfig, args: argparse.Namespace, target: Target
+) -> tuple[GenerationConfig, str | None]:
+    """The config with the model's sampling where no flag says otherwise, and a line that names what came from there."""
+    taken = {name: getattr(target.sampling_defaults, name) for name in _SAMPLING if getattr(args, name) is None}
+    config = dataclasses.replace(config, **taken)
+    told = [f"{name} {taken[name]:g}" for name in taken if taken[name] != getattr(GenerationConfig(), name)]
+    if config.sampling.greedy or not told:
+        return config, None  # greedy decoding leaves the filters without effect
+    return config, f"sampling: {', '.join(told)} from the model's generation_config.json (--temperature 0 is greedy)"
 
 
 def _load_head(args: argparse.Namespace, target: Target, config: GenerationConfig) -> DraftHead | None:
@@ -221,54 +247,6 @@ def _load_head(args: argparse.Namespace, target: Target, config: GenerationConfi
     if pathlib.Path(args.model) != EMBEDDED_TARGET:
         raise ValueError("--model needs a --draft-head that was trained for it (or --method ar)")
     return jetspec_jax.load_draft_head(EMBEDDED_HEAD, target)
-
-
-def _read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
-    if args.prompt is not None:
-        if not args.prompt.strip():
-            raise ValueError("--prompt is empty; it needs some text")
-        return [args.prompt]
-    if args.prompt_ids is not None:
-        try:
-            return [[int(part) for part in args.prompt_ids.split(",")]]
-        except ValueError:
-            raise ValueError(f"--prompt-ids must be integers separated by commas, got {args.prompt_ids!r}") from None
-    if args.prompts is not None:
-        return read_prompt_file(pathlib.Path(args.prompts))
-    return read_prompt_file(_HELD_OUT)[:_QUESTIONS]
-
-
-def read_prompt_file(path: pathlib.Path) -> list[str | list[int]]:
-    """The prompts of a JSONL file.
-
-    Raises:
-        ValueError: the file cannot be read or has none, or a line is not `{"prompt": TEXT}`; file and line are named.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts {path} cannot be read: {error}") from None
-    prompts: list[str | list[int]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f'{path}:{number}: not JSON ({error.msg}); expected {{"prompt": TEXT}}') from None
-        prompt = row.get("prompt") if isinstance(row, dict) else None
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise ValueError(f'{path}:{number}: expected {{"prompt": TEXT}} with a text that is not empty')
-        prompts.append(prompt)
-    if not prompts:
-        raise ValueError(f"--prompts {path} holds no prompts")
-    return prompts
-
-
-def _where(args: argparse.Namespace, index: int) -> str:
-    if args.prompts is not None:
-        return f"{args.prompts}: prompt {index + 1}"
-    return "--prompt-ids" if args.prompt_ids is not None else "--prompt"
 
 
 def _fail(message: str) -> NoReturn:

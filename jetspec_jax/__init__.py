@@ -6,9 +6,10 @@ head = jetspec_jax.load_draft_head(target=target)
 [result] = jetspec_jax.generate(target, head, [jetspec_jax.chat_prompt(target, "...")], budget=64)
 """
 
+from jetspec_jax.chat import chat_prompt
 from jetspec_jax.checkpoint import CheckpointError, save_draft_head, save_target
 from jetspec_jax.compiled import enable_compilation_cache
-from jetspec_jax.engine import GenerationConfig, GenerationResult, Progress, chat_prompt, generate
+from jetspec_jax.engine import GenerationConfig, GenerationResult, Progress, generate
 from jetspec_jax.models import Target, load_draft_head, load_target
 
 __all__ = [

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Module = TypeVar("Module", bound=nnx.Module)
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class CheckpointError(ValueError):
@@ -196,16 +199,23 @@ def _transposed(leaf: Any, expert: int | None = None) -> Any:
 
 def _tensor_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
     """Tensor name to the safetensors file that holds it, by the index or the single file."""
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.exists():
         files = {name: directory / file for name, file in read_json(index).get("weight_map", {}).items()}
         absent = sorted({str(path) for path in files.values() if not path.exists()})
         if absent:
             raise CheckpointError(f"{index} names files that do not exist: {', '.join(absent)}")
         return files
-    single = directory / "model.safetensors"
+    single = directory / WEIGHTS
     if not single.exists():
-        raise CheckpointError(f"{directory} has neither model.safetensors nor model.safetensors.index.json")
+        message = f"{directory} has neither {WEIGHTS} nor {INDEX}"
+        pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+        if pickles:
+            message += (
+                f"; it has {', '.join(pickles)}, but pickled weights are not read, since loading them can run code: "
+                "safetensors are needed"
+            )
+        raise CheckpointError(message)
     with _open_safetensors(single) as file:
         return dict.fromkeys(file.keys(), single)
 

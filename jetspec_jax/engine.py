@@ -19,6 +19,7 @@ from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.target import TargetModel
+from jetspec_jax.text import TextStream, decode_tokens, decode_until
 from jetspec_jax.tree import TreeShape
 from kernels.pallas.tree_attention import causal_mask
 
@@ -26,6 +27,7 @@ Method = Literal["jetspec", "chain", "ar"]
 METHODS: tuple[Method, ...] = ("jetspec", "chain", "ar")
 _MAX_CHUNK = 512
 _MIN_CAPACITY = 64
+_ROUNDS_PER_STOP_CHECK = 8
 _NO_LIMIT = np.int32(np.iinfo(np.int32).max)
 
 
@@ -38,6 +40,7 @@ class GenerationConfig:
     max_new_tokens: a cap on each text. temperature, top_k, top_p, min_p: see `Sampling`.
     seed: row i of the prompts draws with seed + i, whatever batch it is in.
     batch_size: prompts decoded together.
+    stop: texts that end an answer, wherever tokens part; special tokens have no text. See `TextStream`.
 
     Raises:
         ValueError: a value is out of range; the message names it.
@@ -53,8 +56,12 @@ class GenerationConfig:
     min_p: float = 0.0
     seed: int = 0
     batch_size: int = 1
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop must be texts that are not empty, got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(self.stop))
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         for name in ("budget", "tree_width", "max_new_tokens", "batch_size"):
@@ -72,9 +79,10 @@ class GenerationConfig:
 class GenerationResult:
     """One prompt's answer.
 
-    prompt: as it was given; None for a prompt of ids. text: the answer without special tokens; None without a
-        tokenizer. token_ids: the answer's, the end-of-sequence token included. prompt_tokens: their number.
-    finish_reason: "stop" (an end-of-sequence token) or "length" (max_new_tokens).
+    prompt: as it was given; None for a prompt of ids. text: the answer without special tokens, up to a stop text;
+        None without a tokenizer. token_ids: the answer's, the end-of-sequence token or the one that completed a stop
+        text included. prompt_tokens: the number of the prompt's tokens.
+    finish_reason: "stop" (an end-of-sequence token or a stop text) or "length" (max_new_tokens).
     rounds: target forwards after prefill. accepted_lengths: tokens committed by each of them.
     mean_accepted_length: tau, sum(accepted_lengths) / rounds; tokens cut off by a stop or cap do not count, nor
         does the first token, which prefill gives. 0 when there was no round.
@@ -134,7 +142,8 @@ def generate(
         head: from `load_draft_head`; None only with method "ar".
         prompts: texts, put as they are through the tokenizer (see `chat_prompt`), or lists of token ids.
         config: what to do; `options` are fields of `GenerationConfig` that override it.
-        rounds_per_call: rounds between two calls of `on_progress`; None decodes each batch in one call.
+        rounds_per_call: rounds between two calls of `on_progress`, and between two looks for stop texts; None decodes
+            each batch in one call, or in a few when there are stop texts. Results do not depend on it.
         on_progress: sees every batch after prefill and after each call.
 
     Returns:
@@ -151,6 +160,8 @@ def generate(
         raise ValueError(f"method {config.method} needs a draft head; give one, or use method ar")
     if rounds_per_call is not None and rounds_per_call < 1:
         raise ValueError(f"rounds_per_call must be at least 1 or None, got {rounds_per_call}")
+    if config.stop and target.tokenizer is None:
+        raise ValueError(f"{target.path} has no tokenizer, which stop texts need")
     rows = [prompt_ids(target, prompt) for prompt in prompts]
     for index, row in enumerate(rows):
         check_prompt(row, target, config.max_new_tokens, f"prompt {index}")
@@ -171,16 +182,6 @@ def prompt_ids(target: Target, prompt: str | Sequence[int]) -> list[int]:
     if target.tokenizer is None:
         raise ValueError(f"{target.path} has no tokenizer, so that prompts must be token ids (--prompt-ids 1,2,3)")
     return list(target.tokenizer.encode(prompt, add_special_tokens=False))
-
-
-def chat_prompt(target: Target, text: str) -> str:
-    """A user's message in the tokenizer's chat template, ready for the assistant's answer."""
-    if target.tokenizer is None:
-        raise ValueError(f"{target.path} has no tokenizer, so that prompts must be token ids (--prompt-ids 1,2,3)")
-    if not target.tokenizer.chat_template:
-        return text
-    message = [{"role": "user", "content": text}]
-    return str(target.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
 
 
 def check_prompt(row: Sequence[int], target: Target, max_new_tokens: int, where: str) -> None:
@@ -248,6 +249,9 @@ def _run(
 
     inputs = (target.model, drafter, tokens, lengths, limits, seeds, sampling.knobs)
     static = {"eos_ids": spec.eos_ids, "mode": spec.mode, "chunk": chunk}
+    stops = _StopTexts(target, config.stop, config.batch_size)
+    if rounds_per_call is None and config.stop:
+        rounds_per_call = _ROUNDS_PER_STOP_CHECK
     calls = _NO_LIMIT if rounds_per_call is None else np.int32(rounds_per_call)
     with _precision(target):
         start_program = compiled(prefill, *inputs, **static)
@@ -255,12 +259,41 @@ def _run(
         loop_program = compiled(decode, target.model, drafter, state, calls, sampling.knobs, spec=spec)
     started = time.perf_counter()
     state = start_program(*inputs)
-    progress = _progress(state, lengths, first, started)
+    progress = stops.apply(_progress(state, lengths, first, started))
     yield progress
     while not progress.finished.all():
+        if config.stop:  # rows that met a stop text end on the device too, for it sees tokens only
+            finished = jax.device_put(progress.finished, state.finished.sharding)
+            state = dataclasses.replace(state, finished=finished)
         state = loop_program(target.model, drafter, state, calls, sampling.knobs)
-        progress = _progress(state, lengths, first, started)
+        progress = stops.apply(_progress(state, lengths, first, started))
         yield progress
+
+
+class _StopTexts:
+    """Looks for stop texts in a batch as it grows, and cuts rows behind the token that completes one."""
+
+    def __init__(self, target: Target, stop: tuple[str, ...], rows: int):
+        self._streams = [TextStream(target.tokenizer, stop) for _ in range(rows)] if target.tokenizer and stop else []
+        self._seen = [0] * rows
+
+    def apply(self, progress: Progress) -> Progress:
+        """`progress` as if the rows had ended at their stop texts, whenever it was that one looked."""
+        if not self._streams:
+            return progress
+        ends, rounds, finished = (x.copy() for x in (progress.ends, progress.rounds, progress.finished))
+        for index, stream in enumerate(self._streams):
+            if not progress.prompt_lengths[index]:
+                continue  # padding
+            tokens = progress.row(index)[0]
+            while not stream.stopped and self._seen[index] < len(tokens):
+                stream.push(tokens[self._seen[index]])
+                self._seen[index] += 1
+            if stream.stopped:
+                ends[index] = progress.prompt_lengths[index] + self._seen[index]
+                rounds[index] = progress.token_rounds[index, ends[index] - 1]
+                finished[index] = True
+        return progress._replace(ends=ends, rounds=rounds, finished=finished)
 
 
 def _precision(target: Target) -> contextlib.AbstractContextManager[None]:
@@ -284,13 +317,18 @@ def _result(
     token_ids, drafted = progress.row(index)
     begin, rounds = int(progress.prompt_lengths[index]), int(progress.rounds[index])
     by_round = np.bincount(progress.token_rounds[index, begin : begin + len(token_ids)], minlength=rounds + 1)[1:]
-    tokenizer = target.tokenizer
+    text: str | None = None
+    stopped = False
+    if target.tokenizer is not None and config.stop:
+        text, stopped = decode_until(target.tokenizer, token_ids, config.stop)
+    elif target.tokenizer is not None:
+        text = decode_tokens(target.tokenizer, token_ids)
     return GenerationResult(
         prompt=prompt if isinstance(prompt, str) else None,
-        text=None if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=True)),
+        text=text,
         token_ids=token_ids,
         prompt_tokens=begin,
-        finish_reason="stop" if token_ids[-1] in target.eos_token_ids else "length",
+        finish_reason="stop" if stopped or token_ids[-1] in target.eos_token_ids else "length",
         rounds=rounds,
         accepted_lengths=by_round.tolist(),
         mean_accepted_length=float(by_round.sum() / rounds) if rounds else 0.0,

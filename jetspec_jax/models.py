@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pathlib
 from typing import TYPE_CHECKING
@@ -15,9 +16,12 @@ from jetspec_jax.checkpoint import (
     load_head_model,
     load_target_model,
     load_tokenizer,
+    read_json,
 )
 from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
+from jetspec_jax.hub import find_checkpoint
+from jetspec_jax.sampling import Sampling
 from jetspec_jax.target import TargetModel
 
 if TYPE_CHECKING:
@@ -33,13 +37,16 @@ class Target:
     """A target ready for use.
 
     model: the network. tokenizer: None for a checkpoint without one. eos_token_ids: every id that ends a text.
-    path: the checkpoint's directory.
+    path: the checkpoint's directory. name: the hub id that it was asked for by, else the directory's name.
+    sampling_defaults: what generation_config.json recommends; for the caller to pass on, `generate` does not read it.
     """
 
     model: TargetModel
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: tuple[int, ...]
     path: pathlib.Path
+    sampling_defaults: Sampling = dataclasses.field(default_factory=Sampling)
+    name: str = ""
 
     @property
     def config(self) -> TargetConfig:
@@ -47,17 +54,25 @@ class Target:
         return self.model.config
 
 
-def load_target(path: str | os.PathLike[str] = EMBEDDED_TARGET, *, dtype: jnp.dtype | str | None = None) -> Target:
-    """The target in a Hugging Face checkpoint directory; without arguments the small one that ships here.
+def load_target(
+    path: str | os.PathLike[str] = EMBEDDED_TARGET,
+    *,
+    dtype: jnp.dtype | str | None = None,
+    revision: str | None = None,
+) -> Target:
+    """A target in Hugging Face format; without arguments the small one that ships here.
 
     Args:
-        path: a directory with config.json, safetensors and, optionally, tokenizer files.
+        path: a directory with config.json, safetensors and, optionally, tokenizer files; or a hub id such as
+            Qwen/Qwen3-8B, read from the hub's cache when it is there. `::subfolder` after either is a folder inside.
         dtype: of the weights and the computation; None keeps the checkpoint's.
+        revision: a branch, tag or commit of a hub repository; None is its main branch.
 
     Raises:
-        CheckpointError: the directory cannot be used; the message says what is wrong.
+        CheckpointError: the checkpoint cannot be found or used; the message says what is wrong.
     """
-    directory = _directory(path)
+    directory = find_checkpoint(path, revision)
+    sampling = sampling_defaults(directory)
     model = load_target_model(directory, None if dtype is None else jnp.dtype(dtype))
     ends = eos_ids(directory)
     outside = [i for i in ends if not 0 <= i < model.config.vocab_size]
@@ -65,23 +80,31 @@ def load_target(path: str | os.PathLike[str] = EMBEDDED_TARGET, *, dtype: jnp.dt
         raise CheckpointError(
             f"{directory}: eos_token_id {outside} outside the vocabulary of {model.config.vocab_size}"
         )
-    return Target(model, load_tokenizer(directory), ends, directory)
+    local = pathlib.Path(os.fspath(path).partition("::")[0]).expanduser().is_dir()
+    name = directory.name if local else os.fspath(path)
+    return Target(model, load_tokenizer(directory), ends, directory, sampling, name)
 
 
 def load_draft_head(
-    path: str | os.PathLike[str] = EMBEDDED_HEAD, target: Target | None = None, *, dtype: jnp.dtype | str | None = None
+    path: str | os.PathLike[str] = EMBEDDED_HEAD,
+    target: Target | None = None,
+    *,
+    dtype: jnp.dtype | str | None = None,
+    revision: str | None = None,
 ) -> DraftHead:
-    """The draft head in a checkpoint directory; without arguments the one of the embedded target.
+    """A draft head in the published format; without arguments the one of the embedded target.
 
     Args:
-        path: a directory in the published format (config.json with `dflash_config`, safetensors).
+        path: a directory (config.json with `dflash_config`, safetensors) or a hub id, `::subfolder` included, as
+            for `load_target`.
         target: checked against the head when given, and source of the dtype when `dtype` is None.
         dtype: of the weights and the computation.
+        revision: a branch, tag or commit of a hub repository; None is its main branch.
 
     Raises:
-        CheckpointError: the directory cannot be used, or the head is not this target's.
+        CheckpointError: the checkpoint cannot be found or used, or the head is not this target's.
     """
-    directory = _directory(path)
+    directory = find_checkpoint(path, revision)
     if dtype is None and target is not None:
         dtype = target.model.model.norm.weight[...].dtype
     head = load_head_model(directory, None if dtype is None else jnp.dtype(dtype))
@@ -104,8 +127,39 @@ def head_mismatch(head: HeadConfig, target: TargetConfig) -> list[str]:
     return [f"{name} is {ours}, the target's is {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
 
-def _directory(path: str | os.PathLike[str]) -> pathlib.Path:
-    directory = pathlib.Path(path).expanduser()
-    if not directory.is_dir():
-        raise CheckpointError(f"{path} is not a directory; expected a checkpoint directory with a config.json")
-    return directory
+# Settings of a generation_config.json that would change the text and are not there; each with the value that is off.
+_NOT_APPLIED: dict[str, tuple[object, ...]] = {
+    "repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "num_beams": (1,),
+}
+
+
+def sampling_defaults(directory: pathlib.Path) -> Sampling:
+    """The sampling that a checkpoint's generation_config.json recommends; greedy unless it says `do_sample`.
+
+    A field that is left out is off (temperature: 1). Fields that would change the text and are not supported are
+    logged as warnings.
+
+    Raises:
+        CheckpointError: a value is not a number or out of range.
+    """
+    path = directory / "generation_config.json"
+    data = read_json(path) if path.exists() else {}
+    sampled = bool(data.get("do_sample"))
+    off = dataclasses.asdict(Sampling(temperature=1.0))
+    values = {name: default if data.get(name) is None else data[name] for name, default in off.items()}
+    wrong = [name for name, value in values.items() if isinstance(value, bool) or not isinstance(value, int | float)]
+    if wrong:
+        raise CheckpointError(f"{path}: expected numbers for {', '.join(f'{n}={values[n]!r}' for n in wrong)}")
+    for name, neutral in _NOT_APPLIED.items():
+        if data.get(name) is not None and data[name] not in neutral:
+            logging.getLogger(__name__).warning("%s: %s=%r is not supported and not applied", path, name, data[name])
+    values["top_k"] = int(values["top_k"])
+    try:
+        return Sampling(**{**values, **({} if sampled else {"temperature": 0.0})})
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None

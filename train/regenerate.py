@@ -12,7 +12,8 @@ import sys
 import time
 
 import jetspec_jax
-from jetspec_jax.engine import GenerationConfig, Progress, chat_prompt, prompt_ids
+from jetspec_jax.chat import chat_prompt
+from jetspec_jax.engine import GenerationConfig, Progress, prompt_ids
 from train.tasks import problems
 
 
