@@ -38,7 +38,8 @@ class Linear(nnx.Module):
         self, in_features: int, out_features: int, *, rngs: nnx.Rngs, dtype: jnp.dtype, use_bias: bool = False
     ):
         scale = in_features**-0.5
-        self.kernel = nnx.Param(jax.random.normal(rngs(), (in_features, out_features), dtype) * scale)
+        # Drawn in the stored layout: a seed means the same weights whatever layout is kept here.
+        self.kernel = nnx.Param(jax.random.normal(rngs(), (out_features, in_features), dtype).T * scale)
         if use_bias:
             self.bias = nnx.Param(jnp.zeros((out_features,), dtype))
         self.use_bias = use_bias
