@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 .PHONY: generate test test-plan lint
 
 generate: $(VENV)/installed
-	$(BIN)/python -m infer.generate --budget 256
+	$(BIN)/python -m infer.generate --budget 256 --compare
 
 test: $(VENV)/installed-test lint
 	$(BIN)/python -m pytest
