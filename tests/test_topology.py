@@ -31,7 +31,7 @@ print(json.dumps(plan._asdict()))
 
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="needs the CUDA plugin's wheels: pip install -e '.[cuda12]'",
+    reason="needs the CUDA plugin's wheels: pip install -e '.[plan]'",
 )
 def test_the_loop_on_an_h100_updates_its_state_in_place():
     """The whole state is aliased, and nothing as large as a cache array is copied in a round. A process of its own: the
