@@ -20,6 +20,7 @@ from infer.prompts import Request, add_flags, read_prompt_file, read_requests, s
 from jetspec_jax.engine import METHODS, GenerationConfig, GenerationResult, prompt_ids, top_two_gap
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import EMBEDDED_HEAD, EMBEDDED_TARGET, Target
+from jetspec_jax.sharding import check_batch, describe
 
 __all__ = ["main", "make_parser", "read_prompt_file"]
 
@@ -41,6 +42,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="the target: a directory or a hub id, ::subfolder allowed (default: the small model that ships here)",
     )
     models.add_argument("--draft-head", metavar="DIR|ID", help="the draft head, likewise (default: the shipped one)")
+    models.add_argument("--revision", help="of a hub --model: a branch, tag or commit (default: its main branch)")
+    models.add_argument("--draft-head-revision", metavar="REVISION", help="likewise of a hub --draft-head")
+    models.add_argument(
+        "--mesh",
+        metavar="AXIS=SIZE,...",
+        help="devices to split target and head over, such as data=1,model=4; axes: data (batch), model (heads, MLPs, "
+        "vocabulary), expert, fsdp (batch and weights)",
+    )
     models.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's")
     add_flags(parser)
     decoding = parser.add_argument_group("decoding")
@@ -97,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = _config(args)
         requests = read_requests(args)
-        target = jetspec_jax.load_target(args.model, dtype=args.dtype)
+        mesh = None if args.mesh is None else jetspec_jax.make_mesh(args.mesh)
+        target = jetspec_jax.load_target(args.model, dtype=args.dtype, mesh=mesh, revision=args.revision)
+        if mesh is not None:
+            check_batch(config.batch_size, mesh)
         config, note = _with_model_defaults(config, args, target)
         head = _load_head(args, target, config)
         prompts = to_prompts(args, target, requests, config.max_new_tokens)
@@ -161,6 +173,8 @@ class _Session:
             f"{model.num_hidden_layers} layers, "
             f"{self.target.model.model.norm.weight[...].dtype}; {device.platform} {device.device_kind}"
         )
+        if self.target.mesh is not None:
+            note += f", mesh {describe(self.target.mesh.shape)}"
         if self.config.method != "ar" and self.head is not None:
             kind = "causal" if self.head.config.causal_head else "bidirectional"
             note += (
@@ -241,7 +255,9 @@ def _with_model_defaults(
 
 def _load_head(args: argparse.Namespace, target: Target, config: GenerationConfig) -> DraftHead | None:
     if args.draft_head is not None:
-        return jetspec_jax.load_draft_head(args.draft_head, target)
+        return jetspec_jax.load_draft_head(args.draft_head, target, revision=args.draft_head_revision)
+    if args.draft_head_revision is not None:
+        raise ValueError("--draft-head-revision is for a hub --draft-head, and none was given")
     if config.method == "ar":
         return None
     if pathlib.Path(args.model) != EMBEDDED_TARGET:

@@ -11,6 +11,7 @@ from jetspec_jax.checkpoint import CheckpointError, save_draft_head, save_target
 from jetspec_jax.compiled import enable_compilation_cache
 from jetspec_jax.engine import GenerationConfig, GenerationResult, Progress, generate
 from jetspec_jax.models import Target, load_draft_head, load_target
+from jetspec_jax.sharding import make_mesh
 
 __all__ = [
     "CheckpointError",
@@ -23,6 +24,7 @@ __all__ = [
     "generate",
     "load_draft_head",
     "load_target",
+    "make_mesh",
     "save_draft_head",
     "save_target",
 ]

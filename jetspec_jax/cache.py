@@ -9,15 +9,19 @@ import jax.numpy as jnp
 
 from jetspec_jax.config import DecoderConfig
 from jetspec_jax.layers import Attend, KeyValue
+from jetspec_jax.sharding import constrain, sharded, spec
 from kernels.pallas.tree_attention import tree_attention
+
+_AXES = ("batch", "kv_heads", None, None)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of committed tokens: per layer `[B, capacity, K, D]`.
+    """Keys and values of committed tokens: per layer `[B, K, capacity, D]`.
 
-    A layer's array is passed whole to the attention, never sliced, so that no copy of it is made.
+    Heads before tokens: a head's keys lie together, as its product with the queries reads them. A layer's array is
+    passed whole to the attention, never sliced, so that no copy of it is made.
     """
 
     layers: tuple[KeyValue, ...]
@@ -25,10 +29,9 @@ class KVCache:
     @classmethod
     def zeros(cls, config: DecoderConfig, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
         """An empty cache for `batch` rows of up to `capacity` tokens."""
-        shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
-        return cls(
-            tuple(KeyValue(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_hidden_layers))
-        )
+        shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
+        empty = lambda: constrain(jnp.zeros(shape, dtype), *_AXES)  # noqa: E731
+        return cls(tuple(KeyValue(empty(), empty()) for _ in range(config.num_hidden_layers)))
 
     def append(self, rows: tuple[KeyValue, ...], lengths: jax.Array, count: jax.Array) -> KVCache:
         """The cache with the first `count[b]` of the new rows of each batch row at `lengths[b]` onwards.
@@ -38,19 +41,32 @@ class KVCache:
             lengths: `[B]`, where each batch row's new rows start.
             count: `[B]`, how many of its N rows are written; the rest is dropped, and nothing else changes.
         """
-        return jax.tree.map(lambda old, new: write_rows(old, new, lengths, count), self, KVCache(rows))
+        index = row_index(lengths, count, rows[0].key.shape[1], self.layers[0].key.shape[2])
+        inputs = spec(*_AXES), spec("batch", None, "kv_heads", None), spec("batch", None)
+        write = sharded(_scatter, inputs, spec(*_AXES))
+        return jax.tree.map(lambda old, new: write(old, new, index), self, KVCache(rows))
+
+
+def _scatter(old: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
+    """`old` `[B, K, L, D]` with `new` `[B, N, K, D]` at `index` `[B, N]`."""
+    batch = jnp.arange(old.shape[0])[:, None]
+    return old.at[batch, :, index].set(new.astype(old.dtype), mode="drop")
 
 
 def write_rows(array: jax.Array, rows: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    """`array` `[B, L, ...]` with `rows[b, :count[b]]` at `array[b, start[b]:]`.
+    """`array` `[B, L, ...]` with `rows[b, :count[b]]` at `array[b, start[b]:]`."""
+    index = row_index(start, count, rows.shape[1], array.shape[1])
+    return array.at[jnp.arange(rows.shape[0])[:, None], index].set(rows.astype(array.dtype), mode="drop")
 
-    Rows past `count` get an index past the end, which the scatter drops: unlike a clamped slice update, it cannot
-    shift a write onto rows that are already good.
+
+def row_index(start: jax.Array, count: jax.Array, width: int, capacity: int) -> jax.Array:
+    """Where `width` new rows go, `[B, width]`: from `start` `[B]` on, and past the end from `count` `[B]` on.
+
+    The scatter drops what is past the end: unlike a clamped slice update, it cannot shift a write onto rows that are
+    already good.
     """
-    batch, width = rows.shape[:2]
     offset = jnp.arange(width, dtype=start.dtype)
-    index = jnp.where(offset[None] < count[:, None], start[:, None] + offset[None], array.shape[1])
-    return array.at[jnp.arange(batch)[:, None], index].set(rows.astype(array.dtype), mode="drop")
+    return jnp.where(offset[None] < count[:, None], start[:, None] + offset[None], capacity)
 
 
 def gather_rows(rows: tuple[KeyValue, ...], index: jax.Array) -> tuple[KeyValue, ...]:
@@ -61,4 +77,7 @@ def gather_rows(rows: tuple[KeyValue, ...], index: jax.Array) -> tuple[KeyValue,
 
 def attend_to(layer: KeyValue, lengths: jax.Array, mask: jax.Array) -> Attend:
     """Attention of a block to one layer's cached prefix and, under `mask`, to itself."""
-    return lambda query, key, value: tree_attention(query, key, value, layer.key, layer.value, lengths, mask)
+    heads, kv_heads = spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None)
+    rows = spec("batch"), spec("batch" if mask.shape[0] > 1 else None)
+    attend = sharded(tree_attention, (heads, kv_heads, kv_heads, spec(*_AXES), spec(*_AXES), *rows), heads)
+    return lambda query, key, value: attend(query, key, value, layer.key, layer.value, lengths, mask)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -9,12 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from jetspec_jax.config import HeadConfig, TargetConfig
+from jetspec_jax.config import DecoderConfig, HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
+from jetspec_jax.sharding import describe, misfits, parameter_sharding
 from jetspec_jax.target import TargetModel
 
 if TYPE_CHECKING:
@@ -50,71 +54,72 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def hf_tensors(module: nnx.Module) -> dict[str, Any]:
-    """Every parameter of a module (arrays or shapes) by its Hugging Face name, in Hugging Face's layout.
+    """Every parameter of a module (arrays or shapes) by its Hugging Face name: attribute paths.
 
-    Names are attribute paths, but for a linear layer's `kernel` `[in, out]`, which is stored as `weight` `[out, in]`,
-    and for the experts' `[X, in, out]`, which are X such tensors.
+    Only a layer's experts are one array `[X, out, in]` here and X tensors there.
     """
     tensors: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(module)[0]:
         names = _tensor_names(path, leaf)
-        if not _is_kernel(path):
-            tensors[names[0]] = leaf
-        elif leaf.ndim == 2:
-            tensors[names[0]] = _transposed(leaf)
-        else:
-            tensors |= {name: _transposed(leaf, index) for index, name in enumerate(names)}
+        tensors |= {names[0]: leaf} if leaf.ndim < 3 else {name: _expert(leaf, i) for i, name in enumerate(names)}
     return tensors
 
 
-def load_module(abstract: Module, directory: pathlib.Path, dtype: jnp.dtype | None) -> Module:
+def load_module(
+    abstract: Module, directory: pathlib.Path, dtype: jnp.dtype | None, mesh: jax.sharding.Mesh | None = None
+) -> Module:
     """`abstract` (from `jax.eval_shape`) filled from the directory's safetensors files.
 
+    Tensors go one at a time from the file to the devices of `mesh` (without one, to the default device), each device
+    getting its part only: beside the result, the host holds no more than one part of one parameter and one tensor.
+
     Raises:
-        CheckpointError: a file cannot be read, or tensors are missing, unexpected or mis-shaped (all are listed).
+        CheckpointError: a file cannot be read, or tensors are missing, unexpected or mis-shaped (all are listed,
+            before any is read).
     """
-    files = _tensor_files(directory)
-    wanted = hf_tensors(abstract)
+    locations = _tensor_files(directory)
     if getattr(getattr(abstract, "config", None), "tie_word_embeddings", False):
-        files.pop("lm_head.weight", None)  # some writers store the embedding table a second time under this name
-    problems = [f"missing {name} {tuple(leaf.shape)}" for name, leaf in wanted.items() if name not in files]
-    problems += [f"unexpected {name}" for name in files if name not in wanted]
-    arrays: dict[str, jax.Array] = {}
-    for path in sorted(set(files.values())):
-        with _open_safetensors(path) as file:
-            held = set(file.keys())
-            named = [n for n in wanted if files.get(n) == path]
-            problems += [f"missing {n} in {path}, where the index says it is" for n in named if n not in held]
-            for name in (n for n in named if n in held):
-                shape = tuple(file.get_slice(name).get_shape())
-                if shape == tuple(wanted[name].shape):
-                    arrays[name] = jnp.asarray(file.get_tensor(name), dtype)
-                else:
-                    problems.append(f"{name} has shape {shape}, expected {tuple(wanted[name].shape)}")
-    if problems:
-        raise CheckpointError(f"{directory} does not fit its config.json:\n  " + "\n  ".join(problems))
+        locations.pop("lm_head.weight", None)  # some writers store the embedding table a second time under this name
+    with contextlib.ExitStack() as stack:
+        files = {path: stack.enter_context(_open_safetensors(path)) for path in sorted(set(locations.values()))}
+        problems = _misfits(hf_tensors(abstract), locations, files)
+        if problems:
+            raise CheckpointError(f"{directory} does not fit its config.json:\n  " + "\n  ".join(problems))
 
-    def placed(path: tuple[Any, ...], leaf: Any) -> jax.Array:
-        parts = [arrays.pop(name) for name in _tensor_names(path, leaf)]
-        if not _is_kernel(path):
-            return parts[0]
-        return parts[0].T if leaf.ndim == 2 else jnp.stack([part.T for part in parts])
+        def read(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+            names = _tensor_names(path, leaf)
+            parts = [(files[locations[name]], name) for name in names]
+            sharding = parameter_sharding(_parameter_name(path), mesh)
+            callback = functools.partial(_read_part, parts, leaf, dtype)
+            # Waiting keeps a single tensor on the host.
+            return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, sharding, callback))
 
-    return jax.tree_util.tree_map_with_path(placed, abstract)
+        return jax.tree_util.tree_map_with_path(read, abstract)
 
 
-def load_target_model(directory: pathlib.Path, dtype: jnp.dtype | None) -> TargetModel:
+def load_target_model(
+    directory: pathlib.Path, dtype: jnp.dtype | None, mesh: jax.sharding.Mesh | None = None
+) -> TargetModel:
     """The target in a checkpoint directory; `dtype` None keeps the file's."""
     config = _parse(TargetConfig, directory)
+    _check_mesh(config, directory, mesh)
     abstract = jax.eval_shape(lambda: TargetModel(config, rngs=nnx.Rngs(0)))
-    return load_module(abstract, directory, dtype)
+    return load_module(abstract, directory, dtype, mesh)
 
 
-def load_head_model(directory: pathlib.Path, dtype: jnp.dtype | None) -> DraftHead:
+def load_head_model(
+    directory: pathlib.Path, dtype: jnp.dtype | None, mesh: jax.sharding.Mesh | None = None
+) -> DraftHead:
     """The draft head in a checkpoint directory; `dtype` None keeps the file's."""
-    config = _parse(HeadConfig, directory)
+    config = head_config(directory)
+    _check_mesh(config, directory, mesh)
     abstract = jax.eval_shape(lambda: DraftHead(config, rngs=nnx.Rngs(0)))
-    return load_module(abstract, directory, dtype)
+    return load_module(abstract, directory, dtype, mesh)
+
+
+def head_config(directory: pathlib.Path) -> HeadConfig:
+    """The layout of the draft head in a checkpoint directory."""
+    return _parse(HeadConfig, directory)
 
 
 def eos_ids(directory: pathlib.Path) -> tuple[int, ...]:
@@ -174,27 +179,70 @@ def _parse(kind: type[Any], directory: pathlib.Path) -> Any:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from None
 
 
+def _check_mesh(config: DecoderConfig, directory: pathlib.Path, mesh: jax.sharding.Mesh | None) -> None:
+    problems = [] if mesh is None else misfits(config, mesh)
+    if mesh is not None and problems:
+        raise CheckpointError(
+            f"{directory} cannot be split over the mesh {describe(mesh.shape)}: {'; '.join(problems)}"
+        )
+
+
+def _parameter_name(path: tuple[Any, ...]) -> str:
+    """`model.layers.0.mlp.up_proj.weight` for the key path of that parameter's array."""
+    # The last key is the NNX variable's own "value".
+    return ".".join(str(getattr(key, "name", getattr(key, "idx", key))) for key in path[:-1])
+
+
 def _tensor_names(path: tuple[Any, ...], leaf: Any) -> list[str]:
-    """`[model.layers.0.mlp.up_proj.weight]` for the key path of that parameter's array; of experts, one name each."""
-    parts = [str(getattr(key, "name", getattr(key, "idx", key))) for key in path]
-    parts.pop()  # the last key is the NNX variable's own "value"
-    if not _is_kernel(path):
-        return [".".join(parts)]
-    *module, layer = parts[:-1]
-    if leaf.ndim == 2:
-        return [".".join([*module, layer, "weight"])]
-    return [".".join([*module, str(expert), layer, "weight"]) for expert in range(leaf.shape[0])]
+    """The tensors that a parameter is stored as: one, or one for each of a layer's experts."""
+    name = _parameter_name(path)
+    if leaf.ndim < 3:
+        return [name]
+    *module, layer, kind = name.split(".")
+    return [".".join([*module, str(expert), layer, kind]) for expert in range(leaf.shape[0])]
 
 
-def _is_kernel(path: tuple[Any, ...]) -> bool:
-    return getattr(path[-2], "name", None) == "kernel"
-
-
-def _transposed(leaf: Any, expert: int | None = None) -> Any:
-    """A kernel, or one expert's of several, as it is stored."""
+def _expert(leaf: Any, index: int) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape[-2:][::-1], leaf.dtype)
-    return (leaf if expert is None else leaf[expert]).T
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    return leaf[index]
+
+
+def _misfits(wanted: dict[str, Any], locations: dict[str, pathlib.Path], files: dict[pathlib.Path, Any]) -> list[str]:
+    """What keeps the files' tensors from filling the wanted ones."""
+    problems = [f"missing {name} {tuple(leaf.shape)}" for name, leaf in wanted.items() if name not in locations]
+    problems += [f"unexpected {name}" for name in locations if name not in wanted]
+    held = {path: set(file.keys()) for path, file in files.items()}
+    for name, leaf in wanted.items():
+        path = locations.get(name)
+        if path is None:
+            continue
+        if name not in held[path]:
+            problems.append(f"missing {name} in {path}, where the index says it is")
+            continue
+        shape = tuple(files[path].get_slice(name).get_shape())
+        if shape != tuple(leaf.shape):
+            problems.append(f"{name} has shape {shape}, expected {tuple(leaf.shape)}")
+    return problems
+
+
+def _read_part(
+    parts: list[tuple[Any, str]], leaf: Any, dtype: jnp.dtype | None, index: tuple[slice, ...]
+) -> np.ndarray:
+    """The part `index` of a parameter, of its one tensor or of its experts' tensors, in `dtype` (None: the file's)."""
+    if leaf.ndim < 3:
+        [(file, name)] = parts
+        part = file.get_slice(name)[index]
+        return part if dtype is None else part.astype(dtype, copy=False)
+    chosen = parts[index[0]]
+    out: np.ndarray | None = None
+    for row, (file, name) in enumerate(chosen):
+        part = file.get_slice(name)[index[1:]]
+        if out is None:
+            out = np.empty((len(chosen), *part.shape), part.dtype if dtype is None else dtype)
+        out[row] = part
+    assert out is not None
+    return out
 
 
 def _tensor_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -222,6 +270,6 @@ def _tensor_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
 
 def _open_safetensors(path: pathlib.Path) -> Any:
     try:
-        return safe_open(path, framework="flax")
+        return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None

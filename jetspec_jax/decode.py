@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from jetspec_jax.accept import Accepted, accept
 from jetspec_jax.cache import KVCache, gather_rows, write_rows
+from jetspec_jax.ops import after
 from jetspec_jax.sampling import Knobs, Mode, Noise, choose
+from jetspec_jax.sharding import constrain
 from jetspec_jax.target import TargetModel, TargetOutput
 from jetspec_jax.tree import Children, ChildScorer, TreeShape, ancestors, build_tree
 from kernels.pallas.tree_attention import causal_mask, pack_mask
@@ -152,7 +154,7 @@ def prefill(
         positions = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
         cached = jnp.minimum(start, prompt_lengths)
         out = target(block, positions, cache, cached, causal_mask(chunk), drafter.tap_ids)
-        count = jnp.clip(prompt_lengths - start, 0, chunk)
+        count = after(jnp.clip(prompt_lengths - start, 0, chunk), out.hidden)
         offset = prompt_lengths - 1 - start
         here = (offset >= 0) & (offset < chunk)
         final = out.hidden[jnp.arange(batch), jnp.clip(offset, 0, chunk - 1)]
@@ -168,17 +170,19 @@ def prefill(
     first = choose(target.logits(last[:, None]), depths, noise, mode, knobs, 1)
     live = prompt_lengths > 0
     count = live.astype(jnp.int32)
-    return DecodeState(
-        tokens=write_rows(tokens, first, prompt_lengths, count),
-        lengths=prompt_lengths,
-        limits=limits,
-        finished=~live | _is_eos(first, eos_ids)[:, 0] | (prompt_lengths + 1 >= limits),
-        keys=keys,
-        rounds=jnp.zeros((batch,), jnp.int32),
-        token_rounds=jnp.zeros((batch, capacity), jnp.int32),
-        drafted=jnp.zeros((batch, capacity), bool),
-        cache=cache,
-        context=context,
+    return _by_row(
+        DecodeState(
+            tokens=write_rows(tokens, first, prompt_lengths, count),
+            lengths=prompt_lengths,
+            limits=limits,
+            finished=~live | _is_eos(first, eos_ids)[:, 0] | (prompt_lengths + 1 >= limits),
+            keys=keys,
+            rounds=jnp.zeros((batch,), jnp.int32),
+            token_rounds=jnp.zeros((batch, capacity), jnp.int32),
+            drafted=jnp.zeros((batch, capacity), bool),
+            cache=cache,
+            context=context,
+        )
     )
 
 
@@ -227,22 +231,31 @@ def _commit(drafter: Drafter, state: DecodeState, out: TargetOutput, accepted: A
     count = jnp.minimum(jnp.minimum(accepted.committed, until_eos), room).astype(jnp.int32)
     stopped = (count == until_eos) & jnp.any(ends, axis=1) | (count == room)
     live = ~state.finished
-    count = jnp.where(live, count, 0)
+    count = after(jnp.where(live, count, 0), accepted.tokens)
     rounds = state.rounds + live.astype(jnp.int32)
     taps = jnp.take_along_axis(out.taps, accepted.path[..., None], axis=1)
     write = functools.partial(write_rows, start=state.lengths + 1, count=count)
-    return DecodeState(
-        tokens=write(state.tokens, accepted.tokens),
-        lengths=state.lengths + count,
-        limits=state.limits,
-        finished=state.finished | stopped,
-        keys=state.keys,
-        rounds=rounds,
-        token_rounds=write(state.token_rounds, jnp.broadcast_to(rounds[:, None], accepted.tokens.shape)),
-        drafted=write(state.drafted, slots < accepted.committed[:, None] - 1),
-        cache=state.cache.append(gather_rows(out.rows, accepted.path), state.lengths, count),
-        context=drafter.extend_context(state.context, taps, state.lengths, count),
+    return _by_row(
+        DecodeState(
+            tokens=write(state.tokens, accepted.tokens),
+            lengths=state.lengths + count,
+            limits=state.limits,
+            finished=state.finished | stopped,
+            keys=state.keys,
+            rounds=rounds,
+            token_rounds=write(state.token_rounds, jnp.broadcast_to(rounds[:, None], accepted.tokens.shape)),
+            drafted=write(state.drafted, slots < accepted.committed[:, None] - 1),
+            cache=state.cache.append(gather_rows(out.rows, accepted.path), state.lengths, count),
+            context=drafter.extend_context(state.context, taps, state.lengths, count),
+        )
     )
+
+
+def _by_row(state: DecodeState) -> DecodeState:
+    """`state` with its rows split over the mesh in force, always alike: what one call gives, the next one takes."""
+    fields = (f.name for f in dataclasses.fields(state) if f.name not in ("cache", "context"))
+    arrays = {name: getattr(state, name) for name in fields}
+    return dataclasses.replace(state, **{n: constrain(x, "batch", *(None,) * (x.ndim - 1)) for n, x in arrays.items()})
 
 
 def _is_eos(tokens: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:

@@ -18,6 +18,7 @@ from jetspec_jax.decode import DecodeState, Drafter, LoopSpec, NoDrafter, decode
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
 from jetspec_jax.sampling import Sampling
+from jetspec_jax.sharding import check_batch, place, use
 from jetspec_jax.target import TargetModel
 from jetspec_jax.text import TextStream, decode_tokens, decode_until
 from jetspec_jax.tree import TreeShape
@@ -150,8 +151,8 @@ def generate(
         One result per prompt, in order.
 
     Raises:
-        ValueError: a prompt is empty, too long or has ids outside the vocabulary, or an option is out of range;
-            raised before anything is compiled.
+        ValueError: a prompt is empty, too long or has ids outside the vocabulary, or an option is out of range or
+            does not fit the target's mesh; raised before anything is compiled.
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is a single text; pass a list of texts or of lists of token ids")
@@ -162,6 +163,8 @@ def generate(
         raise ValueError(f"rounds_per_call must be at least 1 or None, got {rounds_per_call}")
     if config.stop and target.tokenizer is None:
         raise ValueError(f"{target.path} has no tokenizer, which stop texts need")
+    if target.mesh is not None:
+        check_batch(config.batch_size, target.mesh)
     rows = [prompt_ids(target, prompt) for prompt in prompts]
     for index, row in enumerate(rows):
         check_prompt(row, target, config.max_new_tokens, f"prompt {index}")
@@ -247,13 +250,14 @@ def _run(
     seeds = (config.seed + first + np.arange(config.batch_size)).astype(np.uint32)
     limits = np.where(lengths > 0, lengths + config.max_new_tokens, 0).astype(np.int32)
 
-    inputs = (target.model, drafter, tokens, lengths, limits, seeds, sampling.knobs)
+    by_row = [place(x, target.mesh, "batch") for x in (tokens, lengths, limits, seeds)]
+    inputs = (target.model, drafter, *by_row, sampling.knobs)
     static = {"eos_ids": spec.eos_ids, "mode": spec.mode, "chunk": chunk}
     stops = _StopTexts(target, config.stop, config.batch_size)
     if rounds_per_call is None and config.stop:
         rounds_per_call = _ROUNDS_PER_STOP_CHECK
     calls = _NO_LIMIT if rounds_per_call is None else np.int32(rounds_per_call)
-    with _precision(target):
+    with _compiling(target):
         start_program = compiled(prefill, *inputs, **static)
         state = start_program.out_info
         loop_program = compiled(decode, target.model, drafter, state, calls, sampling.knobs, spec=spec)
@@ -296,10 +300,15 @@ class _StopTexts:
         return progress._replace(ends=ends, rounds=rounds, finished=finished)
 
 
-def _precision(target: Target) -> contextlib.AbstractContextManager[None]:
-    """Full float32 products for a float32 target: accelerators otherwise round their operands to fewer bits."""
+@contextlib.contextmanager
+def _compiling(target: Target) -> Iterator[None]:
+    """The target's mesh in force, and full float32 products for a float32 target.
+
+    Accelerators otherwise round the operands of float32 products to fewer bits.
+    """
     exact = target.model.model.norm.weight[...].dtype == np.float32
-    return jax.default_matmul_precision("highest" if exact else "default")
+    with jax.default_matmul_precision("highest" if exact else "default"), use(target.mesh):
+        yield
 
 
 def _progress(state: DecodeState, prompt_lengths: np.ndarray, first: int, started: float) -> Progress:
@@ -347,7 +356,7 @@ def top_two_gap(target: Target, tokens: Sequence[int]) -> float:
     """
     padded = np.zeros((1, bucket(max(16, len(tokens)))), np.int32)
     padded[0, : len(tokens)] = tokens
-    with _precision(target):
+    with _compiling(target):
         logits = compiled(_logits_at, target.model, padded, np.int32(len(tokens) - 1))
         values = np.sort(np.asarray(logits(target.model, padded, np.int32(len(tokens) - 1))))
     return float(values[-1] - values[-2])

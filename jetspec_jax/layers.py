@@ -1,8 +1,7 @@
 """The blocks that the target and the draft head are built of (Qwen3, Llama), as NNX modules.
 
 Modules are pytrees of arrays: they go through `jax.jit`, `jax.grad` and `jax.eval_shape` as they are. Their
-attribute paths are the Hugging Face tensor names; only a linear layer's `weight` `[out, in]` is a `kernel` `[in, out]`
-here, which XLA multiplies faster.
+attribute paths are the Hugging Face tensor names, and their arrays lie as the files have them.
 
 Axis letters: B batch, N block rows, H query heads, K kv heads, D head_dim, E hidden features.
 """
@@ -18,7 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetspec_jax.config import DecoderConfig
+from jetspec_jax.ops import project
 from jetspec_jax.rope import Rope, rotate
+from jetspec_jax.sharding import constrain
 
 # (query [B, N, H, D], key [B, N, K, D], value [B, N, K, D]) -> [B, N, H, D]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -32,25 +33,21 @@ class KeyValue(NamedTuple):
 
 
 class Linear(nnx.Module):
-    """`x @ kernel + bias` with `kernel` `[in, out]` and `bias` `[out]`, which most have not."""
+    """`x @ weight.T + bias` with `weight` `[out, in]` and `bias` `[out]`, which most have not."""
 
     def __init__(
         self, in_features: int, out_features: int, *, rngs: nnx.Rngs, dtype: jnp.dtype, use_bias: bool = False
     ):
         scale = in_features**-0.5
-        # Drawn in the stored layout: a seed means the same weights whatever layout is kept here.
-        self.kernel = nnx.Param(jax.random.normal(rngs(), (out_features, in_features), dtype).T * scale)
+        self.weight = nnx.Param(jax.random.normal(rngs(), (out_features, in_features), dtype) * scale)
         if use_bias:
             self.bias = nnx.Param(jnp.zeros((out_features,), dtype))
         self.use_bias = use_bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., out]` of `x` `[..., in]`."""
-        # One matrix product over flattened rows: XLA's gradient of the batched form transposes its operands.
-        flat = x.reshape(-1, x.shape[-1]) @ self.kernel[...]
-        if self.use_bias:
-            flat += self.bias[...][None]
-        return flat.reshape(*x.shape[:-1], -1)
+        out = project(x, self.weight[...])
+        return out + self.bias[...].reshape((1,) * (out.ndim - 1) + (-1,)) if self.use_bias else out
 
 
 class RMSNorm(nnx.Module):
@@ -134,5 +131,5 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> tuple[jax.Array, KeyValue]:
         """The layer's output `[B, N, E]`, and the keys and values of its input rows."""
         attended, own = self.self_attn(self.input_layernorm(x), rope, attend)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), own
+        x = constrain(x + attended, "batch", None, None)
+        return constrain(x + self.mlp(self.post_attention_layernorm(x)), "batch", None, None), own

@@ -8,11 +8,13 @@ import os
 import pathlib
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 
 from jetspec_jax.checkpoint import (
     CheckpointError,
     eos_ids,
+    head_config,
     load_head_model,
     load_target_model,
     load_tokenizer,
@@ -39,6 +41,7 @@ class Target:
     model: the network. tokenizer: None for a checkpoint without one. eos_token_ids: every id that ends a text.
     path: the checkpoint's directory. name: the hub id that it was asked for by, else the directory's name.
     sampling_defaults: what generation_config.json recommends; for the caller to pass on, `generate` does not read it.
+    mesh: the devices that the network is split over; None is the default device.
     """
 
     model: TargetModel
@@ -47,6 +50,7 @@ class Target:
     path: pathlib.Path
     sampling_defaults: Sampling = dataclasses.field(default_factory=Sampling)
     name: str = ""
+    mesh: jax.sharding.Mesh | None = None
 
     @property
     def config(self) -> TargetConfig:
@@ -58,6 +62,7 @@ def load_target(
     path: str | os.PathLike[str] = EMBEDDED_TARGET,
     *,
     dtype: jnp.dtype | str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     revision: str | None = None,
 ) -> Target:
     """A target in Hugging Face format; without arguments the small one that ships here.
@@ -66,6 +71,7 @@ def load_target(
         path: a directory with config.json, safetensors and, optionally, tokenizer files; or a hub id such as
             Qwen/Qwen3-8B, read from the hub's cache when it is there. `::subfolder` after either is a folder inside.
         dtype: of the weights and the computation; None keeps the checkpoint's.
+        mesh: devices to split the weights over, from `jetspec_jax.make_mesh`; None is the default device.
         revision: a branch, tag or commit of a hub repository; None is its main branch.
 
     Raises:
@@ -73,7 +79,7 @@ def load_target(
     """
     directory = find_checkpoint(path, revision)
     sampling = sampling_defaults(directory)
-    model = load_target_model(directory, None if dtype is None else jnp.dtype(dtype))
+    model = load_target_model(directory, None if dtype is None else jnp.dtype(dtype), mesh)
     ends = eos_ids(directory)
     outside = [i for i in ends if not 0 <= i < model.config.vocab_size]
     if outside:
@@ -82,7 +88,7 @@ def load_target(
         )
     local = pathlib.Path(os.fspath(path).partition("::")[0]).expanduser().is_dir()
     name = directory.name if local else os.fspath(path)
-    return Target(model, load_tokenizer(directory), ends, directory, sampling, name)
+    return Target(model, load_tokenizer(directory), ends, directory, sampling, name, mesh)
 
 
 def load_draft_head(
@@ -97,7 +103,7 @@ def load_draft_head(
     Args:
         path: a directory (config.json with `dflash_config`, safetensors) or a hub id, `::subfolder` included, as
             for `load_target`.
-        target: checked against the head when given, and source of the dtype when `dtype` is None.
+        target: checked against the head when given; its mesh is the head's, and its dtype where `dtype` is None.
         dtype: of the weights and the computation.
         revision: a branch, tag or commit of a hub repository; None is its main branch.
 
@@ -107,14 +113,14 @@ def load_draft_head(
     directory = find_checkpoint(path, revision)
     if dtype is None and target is not None:
         dtype = target.model.model.norm.weight[...].dtype
-    head = load_head_model(directory, None if dtype is None else jnp.dtype(dtype))
     if target is not None:
-        mismatch = head_mismatch(head.config, target.config)
+        mismatch = head_mismatch(head_config(directory), target.config)
         if mismatch:
             raise CheckpointError(
                 f"draft head {directory} was made for another target than {target.path}: {'; '.join(mismatch)}"
             )
-    return head
+    mesh = None if target is None else target.mesh
+    return load_head_model(directory, None if dtype is None else jnp.dtype(dtype), mesh)
 
 
 def head_mismatch(head: HeadConfig, target: TargetConfig) -> list[str]:

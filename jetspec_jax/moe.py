@@ -13,25 +13,38 @@ from flax import nnx
 
 from jetspec_jax.config import TargetConfig
 from jetspec_jax.layers import Linear
-from jetspec_jax.ops import top_k
+from jetspec_jax.ops import project, top_k
+from jetspec_jax.sharding import part_index, sharded, spec, total
 
 _TILE = 16  # rows; fewer repack the kernels more often, more compute with rows that are not the expert's
 
+# ragged_dot for a right operand [expert, out, in]
+_BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
+
+# How `through` splits the weights: whole input features, so that fsdp's parts are gathered first.
+_PARTS = {
+    "gate_proj": spec("expert", "mlp", None),
+    "up_proj": spec("expert", "mlp", None),
+    "down_proj": spec("expert", None, "mlp"),
+}
+
 
 class StackedLinear(nnx.Module):
-    """One linear layer per expert, `kernel` `[X, in, out]`."""
+    """One linear layer per expert, `weight` `[X, out, in]`."""
 
     def __init__(self, experts: int, in_features: int, out_features: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         scale = in_features**-0.5
-        self.kernel = nnx.Param(jax.random.normal(rngs(), (experts, in_features, out_features), dtype) * scale)
+        self.weight = nnx.Param(jax.random.normal(rngs(), (experts, out_features, in_features), dtype) * scale)
 
     def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
         """`[rows, out]` of `x` `[rows, in]`, whose first `sizes[0]` rows are expert 0's, and so on."""
-        return jax.lax.ragged_dot(x, self.kernel[...], sizes)
+        return jax.lax.ragged_dot_general(x, self.weight[...], sizes, _BY_EXPERT)
 
     def single(self, x: jax.Array, expert: jax.Array) -> jax.Array:
         """`[rows, out]` of `x` `[rows, in]`, all by one `expert` (a scalar)."""
-        return x @ self.kernel[...][expert]
+        return project(x, self.weight[...][expert])
 
 
 class Experts(nnx.Module):
@@ -42,18 +55,22 @@ class Experts(nnx.Module):
         self.gate_proj = StackedLinear(experts, hidden, inner, rngs=rngs, dtype=dtype)
         self.up_proj = StackedLinear(experts, hidden, inner, rngs=rngs, dtype=dtype)
         self.down_proj = StackedLinear(experts, inner, hidden, rngs=rngs, dtype=dtype)
-        self.num_experts = experts
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts are here: all, or under `sharding.sharded` this device's."""
+        return self.gate_proj.weight.shape[0]
 
     def by_group(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
         """Rows sorted by expert, each product one grouped product.
 
         Args:
             x: `[R, E]`.
-            weights: float32 `[R, k]`.
-            chosen: int32 `[R, k]`, the experts of each row.
+            weights: float32 `[R, k]`; 0 where `chosen` is no expert.
+            chosen: int32 `[R, k]`, the experts of each row; `num_experts` for one that is elsewhere.
 
         Returns:
-            `[R, E]`, each row's weighted sum of its experts' outputs.
+            float32 `[R, E]`, each row's weighted sum of its experts' outputs.
         """
         per_row = chosen.shape[1]
         order = jnp.argsort(chosen.reshape(-1))
@@ -126,13 +143,28 @@ class SparseMLP(nnx.Module):
         """`[B, N, E]` of `x` `[B, N, E]`."""
         rows = x.reshape(-1, x.shape[-1])
         weights, chosen = self.route(rows)
-        out = jax.lax.platform_dependent(rows, weights, chosen, cpu=self.experts.by_tile, default=self.experts.by_group)
-        return out.reshape(x.shape)
+        out = through(self.experts, rows, weights, chosen)
+        return out.astype(x.dtype).reshape(x.shape)
+
+
+def through(experts: Experts, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+    """As `Experts.by_group`, with experts and their inner features split over the mesh in force."""
+    parts = jax.tree_util.tree_map_with_path(lambda path, _: _PARTS[path[0].name], experts)
+    rows = spec("batch", None)
+
+    def own(experts: Experts, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+        chosen = chosen - part_index("expert") * experts.num_experts
+        here = (chosen >= 0) & (chosen < experts.num_experts)
+        args = x, jnp.where(here, weights, 0.0), jnp.where(here, chosen, experts.num_experts)
+        out = jax.lax.platform_dependent(*args, cpu=experts.by_tile, default=experts.by_group)
+        return total(out, "expert", "mlp")
+
+    return sharded(own, (parts, rows, rows, rows), rows)(experts, x, weights, chosen)
 
 
 def _weighted(out: jax.Array, weights: jax.Array) -> jax.Array:
-    """`[R, E]`, the sums of `out` `[R, k, E]` by `weights` `[R, k]`.
+    """Float32 `[R, E]`, the sums of `out` `[R, k, E]` by `weights` `[R, k]`; what has no weight may be anything.
 
-    Summed per row in float32: a scatter-add over experts would sum in no fixed order on a GPU.
+    Summed per row: a scatter-add over experts would sum in no fixed order on a GPU.
     """
-    return jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=1).astype(out.dtype)
+    return jnp.sum(jnp.where(weights[..., None] > 0, out.astype(jnp.float32) * weights[..., None], 0.0), axis=1)

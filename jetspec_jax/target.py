@@ -12,7 +12,9 @@ from jetspec_jax.cache import KVCache, attend_to
 from jetspec_jax.config import TargetConfig
 from jetspec_jax.layers import MLP, Attend, DecoderLayer, KeyValue, Linear, RMSNorm
 from jetspec_jax.moe import SparseMLP
+from jetspec_jax.ops import project
 from jetspec_jax.rope import Rope, rope_at
+from jetspec_jax.sharding import constrain
 
 
 class TargetOutput(NamedTuple):
@@ -36,7 +38,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Embeddings `[..., E]` of `tokens` `[...]`."""
-        return self.weight[...][tokens]
+        return constrain(self.weight[...][tokens], "batch", *(None,) * tokens.ndim)
 
 
 class Backbone(nnx.Module):
@@ -64,10 +66,8 @@ class TargetModel(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Float32 logits `[..., vocab]` of final hidden states `[..., E]`."""
-        tied = self.config.tie_word_embeddings
-        kernel = self.model.embed_tokens.weight[...].T if tied else self.lm_head.kernel[...]
-        flat = jnp.matmul(hidden.reshape(-1, hidden.shape[-1]), kernel, preferred_element_type=jnp.float32)
-        return flat.reshape(*hidden.shape[:-1], -1)
+        words = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return project(hidden, words.weight[...], jnp.dtype(jnp.float32))
 
     def __call__(
         self,

@@ -37,7 +37,7 @@ def tiny_target(
         rope_theta=1e4,
     )
     model = TargetModel(config, rngs=nnx.Rngs(seed))
-    model.lm_head.kernel[...] = model.lm_head.kernel[...] * logit_scale
+    model.lm_head.weight[...] = model.lm_head.weight[...] * logit_scale
     return model
 
 

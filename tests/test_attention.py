@@ -17,8 +17,8 @@ def reference(query, key, value, cache_key, cache_value, lengths, mask, scale):
     out = np.zeros(query.shape)
     groups = query.shape[2] // key.shape[2]
     for b, length in enumerate(lengths):
-        keys = np.concatenate([cache_key[b, :length], key[b]]).astype(np.float64)
-        values = np.concatenate([cache_value[b, :length], value[b]]).astype(np.float64)
+        keys = np.concatenate([cache_key[b, :, :length].swapaxes(0, 1), key[b]]).astype(np.float64)
+        values = np.concatenate([cache_value[b, :, :length].swapaxes(0, 1), value[b]]).astype(np.float64)
         for n in range(query.shape[1]):
             visible = np.concatenate([np.ones(length, bool), mask[b if mask.shape[0] > 1 else 0, n]])
             if not visible.any():
@@ -42,14 +42,14 @@ def inputs(seed, lengths, nodes, heads, kv_heads, head_dim, capacity, poison=Non
         "query": normal(batch, nodes, heads, head_dim),
         "key": normal(batch, nodes, kv_heads, head_dim),
         "value": normal(batch, nodes, kv_heads, head_dim),
-        "cache_key": normal(batch, capacity, kv_heads, head_dim),
-        "cache_value": normal(batch, capacity, kv_heads, head_dim),
+        "cache_key": normal(batch, kv_heads, capacity, head_dim),
+        "cache_value": normal(batch, kv_heads, capacity, head_dim),
         "lengths": np.array(lengths, np.int32),
     }
     if poison is not None:
         for b, length in enumerate(lengths):
-            args["cache_key"][b, length:] = poison
-            args["cache_value"][b, length:] = poison
+            args["cache_key"][b, :, length:] = poison
+            args["cache_value"][b, :, length:] = poison
     return args, rng.random((batch, nodes, nodes)) < density
 
 
@@ -146,8 +146,8 @@ def test_gradients_are_the_dense_formulas_and_zero_through_fully_masked_rows():
     assert empty.sum() == 1
 
     def dense(floats):
-        keys = jnp.concatenate([floats["cache_key"], floats["key"]], 1)
-        values = jnp.concatenate([floats["cache_value"], floats["value"]], 1)
+        keys = jnp.concatenate([floats["cache_key"].swapaxes(1, 2), floats["key"]], 1)
+        values = jnp.concatenate([floats["cache_value"].swapaxes(1, 2), floats["value"]], 1)
         scores = jnp.einsum("bnhd,bmhd->bhnm", floats["query"], keys) * 8**-0.5
         weights = jax.nn.softmax(jnp.where((seen | empty[:, :, None])[:, None], scores, -jnp.inf), -1)
         out = jnp.einsum("bhnm,bmhd->bnhd", weights, values)
@@ -170,9 +170,9 @@ def test_gradients_are_the_dense_formulas_and_zero_through_fully_masked_rows():
         ("key", (2, 4, 2, 8)),
         ("key", (2, 5, 2, 6)),
         ("value", (2, 5, 1, 8)),
-        ("cache_key", (3, 16, 2, 8)),
-        ("cache_key", (2, 16, 4, 8)),
-        ("cache_value", (2, 15, 2, 8)),
+        ("cache_key", (3, 2, 16, 8)),
+        ("cache_key", (2, 4, 16, 8)),
+        ("cache_value", (2, 2, 15, 8)),
         ("lengths", (3,)),
         ("mask", (2, 5, 2)),
         ("mask", (2, 4, 1)),

@@ -132,7 +132,7 @@ def test_a_saved_target_of_any_architecture_is_read_back_to_the_byte(tmp_path, c
         assert stored["model.layers.1.mlp.down_proj.weight"].shape == (8, 12)
         np.testing.assert_array_equal(
             stored[f"{first}mlp.experts.3.up_proj.weight"],
-            model.model.layers[0].mlp.experts.up_proj.kernel[...][3].T,
+            model.model.layers[0].mlp.experts.up_proj.weight[...][3],
         )
 
 

@@ -162,13 +162,19 @@ def committed(state, row):
     return np.bincount(np.array(state.token_rounds)[row], minlength=int(state.rounds[row]) + 1)[1:].tolist()
 
 
+def by_token(x):
+    """Caches `[B, K, L, D]` as `[B, L, K, D]` and back; features `[B, L, T * E]` as they are."""
+    return x.swapaxes(1, 2) if x.ndim == 4 else x
+
+
 @jax.jit
 def poison(state):
     """NaN in every row of every cache and context at or past the length, eos in every token past the anchor."""
 
     def spare(x):
-        past = jnp.arange(x.shape[1])[None] >= state.lengths[:, None]
-        return jnp.where(past.reshape(*past.shape, *(1,) * (x.ndim - 2)), jnp.nan, x)
+        tokens = by_token(x)
+        past = jnp.arange(tokens.shape[1])[None] >= state.lengths[:, None]
+        return by_token(jnp.where(past.reshape(*past.shape, *(1,) * (x.ndim - 2)), jnp.nan, tokens))
 
     tokens = jnp.where(jnp.arange(CAPACITY)[None] > state.lengths[:, None], EOS[0], state.tokens)
     cache, context = jax.tree.map(spare, (state.cache, state.context))
@@ -377,7 +383,7 @@ def assert_fresh(state):
     below = np.arange(CAPACITY) < np.array(state.lengths)[:, None]
     have = jax.tree.leaves((state.cache, state.context))
     for old, new in zip(have, jax.tree.leaves((rows, taps)), strict=True):
-        np.testing.assert_allclose(np.array(old)[below], np.array(new)[below], atol=1e-4)
+        np.testing.assert_allclose(np.array(by_token(old))[below], np.array(new)[below], atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [[1, 6, 14, 19, None], [2, 10, 11, 16, 17]])

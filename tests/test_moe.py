@@ -29,7 +29,8 @@ def inputs(seed=1):
 def plain_sum(experts, x, weights, chosen):
     """One row and one expert at a time, in float64."""
     gate, up, down = (
-        np.asarray(part.kernel[...], np.float64) for part in (experts.gate_proj, experts.up_proj, experts.down_proj)
+        np.swapaxes(np.asarray(part.weight[...], np.float64), 1, 2)
+        for part in (experts.gate_proj, experts.up_proj, experts.down_proj)
     )
     out = np.zeros(x.shape)
     for r, row in enumerate(np.asarray(x, np.float64)):

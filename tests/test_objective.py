@@ -144,7 +144,7 @@ def test_a_block_in_training_is_the_block_that_decoding_drafts(causal):
     want, alone = jax.device_get(decoded(target, head, tokens, counts, np.stack(truth), FILLED.ravel()))
     have = have.reshape(want.shape)
     np.testing.assert_allclose(have, want, atol=1e-5)
-    lm_head = np.asarray(target.lm_head.kernel[...])
+    lm_head = np.asarray(target.lm_head.weight[...]).T
     np.testing.assert_allclose(have @ lm_head, want @ lm_head, atol=1e-5)
     for lone, (row, start, size) in zip(alone, places):
         np.testing.assert_allclose(np.array(outputs().hidden)[row, start : start + size], lone[:size], atol=1e-5)

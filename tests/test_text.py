@@ -141,8 +141,8 @@ def models(tmp_path_factory):
     vocab = len(tokenizer()) + PADDING
     model = random_module(TargetModel, target_config(vocab), 0)
     dull = [i for i in range(len(tokenizer())) if tokenizer().decode([i]).strip("abenort ")]
-    kernel = model.lm_head.kernel[...] * 4
-    model.lm_head.kernel[...] = kernel.at[:, np.asarray(dull)].set(0.0)
+    words = model.lm_head.weight[...] * 4
+    model.lm_head.weight[...] = words.at[np.asarray(dull)].set(0.0)
     save_target(root / "target", model, eos_token_ids=(2,), tokenizer=tokenizer())
     save_draft_head(root / "head", random_module(DraftHead, head_config(vocab), 1))
     target = load_target(root / "target")

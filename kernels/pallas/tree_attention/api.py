@@ -26,7 +26,7 @@ def tree_attention(
     Args:
         query: `[B, N, H, D]`.
         key, value: `[B, N, K, D]`, the block's own.
-        cache_key, cache_value: `[B, L, K, D]`; rows at or past `lengths` are never read into a result, whatever
+        cache_key, cache_value: `[B, K, L, D]`; rows at or past `lengths` are never read into a result, whatever
             they hold (NaN included).
         lengths: `int32[B]`, prefix rows that every node of the batch row sees.
         mask: `uint32[B or 1, N, ceil(N / 32)]`, packed as in `masks.py`: which nodes each node sees.
@@ -43,7 +43,7 @@ def tree_attention(
     expected = {
         "key": (key.shape, (batch, nodes, kv_heads, head_dim)),
         "value": (value.shape, key.shape),
-        "cache_key": (cache_key.shape, (batch, cache_key.shape[1], kv_heads, head_dim)),
+        "cache_key": (cache_key.shape, (batch, kv_heads, cache_key.shape[2], head_dim)),
         "cache_value": (cache_value.shape, cache_key.shape),
         "lengths": (lengths.shape, (batch,)),
         "mask": (mask.shape, (mask.shape[0], nodes, -(-nodes // 32))),

@@ -40,21 +40,21 @@ def attend(
 ) -> jax.Array:
     """See `tree_attention`; arguments are already checked."""
     batch, nodes, heads, head_dim = query.shape
-    kv_heads, capacity = cache_key.shape[2], cache_key.shape[1]
+    kv_heads, capacity = cache_key.shape[1:3]
     group = heads // kv_heads
     grouped = query.reshape(batch, nodes, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, group * nodes, head_dim)
     visible = jnp.tile(unpack_mask(mask, nodes)[:, None], (1, 1, group, 1))
-    state = _include(None, grouped, key, value, visible, scale)
+    state = _include(None, grouped, key.swapaxes(1, 2), value.swapaxes(1, 2), visible, scale)
 
     def include_chunk(index: jax.Array | int, state: Running, size: int) -> Running:
         # The last chunk is moved back to fit; the rows that it repeats are masked by `start`.
         start = jnp.minimum(index * size, capacity - size)
-        keys = jax.lax.dynamic_slice_in_dim(cache_key, start, size, axis=1)
-        values = jax.lax.dynamic_slice_in_dim(cache_value, start, size, axis=1)
+        keys = jax.lax.dynamic_slice_in_dim(cache_key, start, size, axis=2)
+        values = jax.lax.dynamic_slice_in_dim(cache_value, start, size, axis=2)
         rows = start + jnp.arange(size)
         live = (rows >= index * size)[None] & (rows[None] < lengths[:, None])
-        values = jnp.where(live[:, :, None, None], values, jnp.zeros((), values.dtype))
+        values = jnp.where(live[:, None, :, None], values, jnp.zeros((), values.dtype))
         return _include(state, grouped, keys, values, live[:, None, None], scale)
 
     size = chunk_size(capacity)
@@ -71,8 +71,8 @@ def attend(
 def _include(
     state: Running | None, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, scale: float
 ) -> Running:
-    """The running softmax after the given keys, where `visible` (broadcast to `[B, K, G * N, M]`)."""
-    scores = jnp.einsum("bknd,bmkd->bknm", query, key, preferred_element_type=jnp.float32) * scale
+    """The running softmax after keys and values `[B, K, M, D]`, where `visible` (broadcast to `[B, K, G * N, M]`)."""
+    scores = jnp.einsum("bknd,bkmd->bknm", query, key, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(visible, scores, -jnp.inf)
     maximum = jnp.max(scores, axis=-1)
     if state is not None:
@@ -81,7 +81,7 @@ def _include(
     base = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
     weights = jnp.exp(scores - base[..., None])
     total = jnp.sum(weights, axis=-1)
-    values = jnp.einsum("bknm,bmkd->bknd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    values = jnp.einsum("bknm,bkmd->bknd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
     if state is not None:
         decay = jnp.exp(state.maximum - base)
         total = total + decay * state.total
