@@ -62,11 +62,14 @@ class TargetModel(nnx.Module):
         """Embeddings `[..., E]` of `tokens` `[...]`; ids must be below the vocabulary's size."""
         return self.model.embed_tokens(tokens)
 
+    @property
+    def unembedding(self) -> jax.Array:
+        """lm_head's kernel `[E, vocab]`, or the embedding table's transpose where they are tied."""
+        return self.model.embed_tokens.weight[...].T if self.config.tie_word_embeddings else self.lm_head.kernel[...]
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Float32 logits `[..., vocab]` of final hidden states `[..., E]`."""
-        tied = self.config.tie_word_embeddings
-        kernel = self.model.embed_tokens.weight[...].T if tied else self.lm_head.kernel[...]
-        flat = jnp.matmul(hidden.reshape(-1, hidden.shape[-1]), kernel, preferred_element_type=jnp.float32)
+        flat = jnp.matmul(hidden.reshape(-1, hidden.shape[-1]), self.unembedding, preferred_element_type=jnp.float32)
         return flat.reshape(*hidden.shape[:-1], -1)
 
     def __call__(
