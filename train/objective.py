@@ -99,8 +99,7 @@ def block_inputs(batch: Packed, blocks: Blocks, block_size: int, mask_token_id: 
     """Input tokens `[B, A, S]`: the anchor, the filled slots' true tokens, then MASK."""
     slots = jnp.arange(block_size)[None, None]
     index = jnp.clip(blocks.anchors[..., None] + slots, 0, batch.tokens.shape[1] - 1)
-    rows = jnp.arange(index.shape[0])[:, None, None]
-    return jnp.where(slots <= blocks.filled[..., None], batch.tokens[rows, index], mask_token_id)
+    return jnp.where(slots <= blocks.filled[..., None], _at(batch.tokens, index), mask_token_id)
 
 
 def supervision(batch: Packed, blocks: Blocks, block_size: int, gamma: float) -> Lessons:
@@ -117,13 +116,12 @@ def supervision(batch: Packed, blocks: Blocks, block_size: int, gamma: float) ->
     known = slots <= filled
     ahead = jnp.where(known, slots, slots - 1)  # the predicted token is the one after anchor + ahead
     source = blocks.anchors[..., None] + ahead
-    rows = jnp.arange(source.shape[0])[:, None, None]
-    document = jnp.take_along_axis(batch.documents, blocks.anchors, axis=1)[..., None]
+    document = _at(batch.documents, blocks.anchors)[..., None]
     predicted = jnp.clip(source + 1, 0, length - 1)
-    inside = (source + 1 < length) & (batch.documents[rows, predicted] == document)
+    inside = (source + 1 < length) & (_at(batch.documents, predicted) == document)
     counted = inside & blocks.live[..., None] & ((slots > 0) | (filled > 0))
     decay = jnp.exp(-ahead.astype(jnp.float32) / gamma) if gamma else jnp.ones(ahead.shape)
-    return Lessons(jnp.clip(source, 0, length - 1), batch.tokens[rows, predicted], jnp.where(counted, decay, 0.0))
+    return Lessons(jnp.clip(source, 0, length - 1), _at(batch.tokens, predicted), jnp.where(counted, decay, 0.0))
 
 
 def draft_blocks(head: DraftHead, target: TargetModel, batch: Packed, taps: jax.Array, blocks: Blocks) -> jax.Array:
@@ -140,10 +138,9 @@ def draft_blocks(head: DraftHead, target: TargetModel, batch: Packed, taps: jax.
     count, size = blocks.anchors.shape[1], config.block_size
     dtype = head.norm.weight[...].dtype
     tokens = block_inputs(batch, blocks, size, config.mask_token_id)
-    at_anchor = lambda x: jnp.take_along_axis(x, blocks.anchors, axis=1)  # noqa: E731
-    positions = at_anchor(batch.positions)[..., None] + jnp.arange(size)[None, None]
+    positions = _at(batch.positions, blocks.anchors)[..., None] + jnp.arange(size)[None, None]
     before = jnp.arange(length)[None, None] < blocks.anchors[..., None]
-    seen = before & (batch.documents[:, None] == at_anchor(batch.documents)[..., None])
+    seen = before & (batch.documents[:, None] == _at(batch.documents, blocks.anchors)[..., None])
     prefix = head.context_rows(taps.astype(dtype), rope_at(batch.positions, config))
     attends = [_attend_to(layer, seen, size, config.causal_head) for layer in prefix]
     flat = lambda x: x.reshape(rows, count * size, *x.shape[3:])  # noqa: E731
@@ -219,3 +216,9 @@ def _metrics(blocks: Blocks, lessons: Lessons, results: SlotResults, size: int) 
         committed=count(leading) + count(chains),
         chains=count(chains),
     )
+
+
+@jax.vmap
+def _at(row: np.ndarray | jax.Array, places: np.ndarray | jax.Array) -> jax.Array:
+    """`[B, ...]`, what each row of `[B, L]` has at its `places`; row by row, so that rows may be on many devices."""
+    return row[places]
