@@ -141,6 +141,15 @@ def test_the_chunk_of_logits_changes_neither_loss_nor_gradient(logit_chunk):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), metrics, all_metrics)
 
 
+def test_options_that_cannot_be_are_refused_before_anything_is_compiled():
+    """With the field to change."""
+    arguments = (*models(True)[::-1], packed(), outputs().taps, outputs().hidden, blocks_of())
+    with pytest.raises(ValueError, match=r"--config\.logit_chunk .* got -1"):
+        distillation_loss(*arguments, gamma=0.0, temperature=1.0, logit_chunk=-1)
+    with pytest.raises(ValueError, match="unknown loss 'hinge'"):
+        distillation_loss(*arguments, gamma=0.0, temperature=1.0, loss="hinge")
+
+
 def test_bfloat16_compute_keeps_float32_gradients_near_those_of_float32():
     """The target is bfloat16, the head's weights float32: gradients arrive in float32 and point the same way."""
     target, head = fresh_models(True, layers=1)

@@ -18,6 +18,7 @@ from jetspec_jax.target import TargetModel
 from train.attention import block_attention
 from train.chunked import Lessons, SlotResults, automatic_chunk, chunked_loss
 from train.data import Packed
+from train.losses import check_loss
 
 
 class Blocks(NamedTuple):
@@ -185,7 +186,13 @@ def distillation_loss(
         compute_dtype: what the head computes in; its weights' own by default.
         logit_chunk: slots of each row whose logits are held at once; 0 is what `automatic_chunk` gives for the whole
             batch on one device.
+
+    Raises:
+        ValueError: no such loss, or a temperature or chunk that cannot be.
     """
+    check_loss(loss, temperature)
+    if logit_chunk < 0:
+        raise ValueError(f"--config.logit_chunk is a number of slots, or 0 for an automatic one; got {logit_chunk}")
     target, taps, hidden = jax.lax.stop_gradient((target, taps, hidden))
     if compute_dtype is not None:
         head = jax.tree.map(lambda x: x.astype(compute_dtype), head)
