@@ -1,8 +1,8 @@
 """Where arrays live on several devices: logical axes of every array, and one table from them to mesh axes.
 
 "model" splits heads, MLPs and vocabulary (tensor parallelism), "expert" experts, "data" the batch, and "fsdp" both the
-batch and, for memory, every matrix. A mesh always has the axes of `MESH_AXES`, most of size 1. Code that computes names logical axes only (`constrain`,
-`sharded`), and without a mesh in force (`jax.set_mesh`) both do nothing.
+batch and, for memory, every matrix. A mesh always has the axes of `MESH_AXES`, most of size 1. Code that computes
+names logical axes only (`constrain`, `sharded`), and without a mesh in force (`use`) both do nothing.
 """
 
 from __future__ import annotations

@@ -64,10 +64,15 @@ class TargetModel(nnx.Module):
         """Embeddings `[..., E]` of `tokens` `[...]`; ids must be below the vocabulary's size."""
         return self.model.embed_tokens(tokens)
 
+    @property
+    def unembedding(self) -> jax.Array:
+        """lm_head's weight `[vocab, E]`, or the embedding table where they are tied."""
+        words = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return words.weight[...]
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Float32 logits `[..., vocab]` of final hidden states `[..., E]`."""
-        words = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return project(hidden, words.weight[...], jnp.dtype(jnp.float32))
+        return project(hidden, self.unembedding, jnp.dtype(jnp.float32))
 
     def __call__(
         self,

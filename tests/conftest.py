@@ -16,3 +16,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def _compilation_cache_off():
     """Tests count compilations, so nothing may come from a cache on disk."""
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture(scope="module")
+def compile_quickly():
+    """For tests that spend their time compiling; programs optimised less mean the same and compile twice as fast."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def optax_promotes():
+    """Optax multiplies integers with floats."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

@@ -53,12 +53,14 @@ class PretrainConfig:
 
 @dataclasses.dataclass
 class DistillConfig:
-    """Forward-KL distillation of a draft head (paper section 3; method section 3).
+    """Distillation of a draft head (paper section 3; method section 3).
 
     `target` is a checkpoint directory, `data` a JSONL file of `{"prompt_ids", "token_ids"}` that the target
     generated (train.regenerate). Each packed row of `length` tokens gives `anchors` blocks of `block_size`.
     `mixed_fill` is the share of blocks whose first slots hold true tokens; `gamma` the loss decay over slots
-    (0: none); `temperature` scales both distributions. `target_layer_ids` empty means the default spacing.
+    (0: none); `loss` is a name of train.losses and `temperature` that of both distributions. `logit_chunk` slots of
+    each row have their logits in memory at once (0: by the vocabulary's size). `target_layer_ids` empty means the
+    default spacing.
     """
 
     target: str = ""
@@ -75,7 +77,9 @@ class DistillConfig:
     causal_head: bool = True
     mixed_fill: float = 0.5
     gamma: float = 0.0
+    loss: str = "forward_kl"
     temperature: float = 1.0
+    logit_chunk: int = 0
     log_every: int = 50
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 

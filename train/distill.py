@@ -23,6 +23,7 @@ from jetspec_jax.models import Target
 from jetspec_jax.target import TargetModel
 from train.config import DistillConfig, check_positive
 from train.data import Document, Packed, bucketed_batches, document
+from train.losses import check_loss
 from train.objective import BlockMetrics, Blocks, distillation_loss, sample_blocks
 from train.optimizer import make_optimizer
 from train.packed import target_forward
@@ -91,7 +92,11 @@ def read_documents(path: str, vocab_size: int) -> list[Document]:
     return documents
 
 
-@functools.partial(jax.jit, static_argnames=("optimizer", "gamma", "temperature"), donate_argnames=("head", "state"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("optimizer", "gamma", "temperature", "loss", "compute_dtype", "logit_chunk"),
+    donate_argnames=("head", "state"),
+)
 def train_step(
     head: DraftHead,
     state: optax.OptState,
@@ -102,11 +107,21 @@ def train_step(
     optimizer: optax.GradientTransformation,
     gamma: float,
     temperature: float,
+    loss: str = "forward_kl",
+    compute_dtype: jnp.dtype | None = None,
+    logit_chunk: int = 0,
 ) -> tuple[DraftHead, optax.OptState, BlockMetrics]:
-    """One step: the target's forward without gradients, then the head's with."""
+    """One step: the target's forward without gradients, then the head's with (options: `distillation_loss`)."""
     out = target_forward(target, batch, head.config.target_layer_ids)
-    loss = functools.partial(distillation_loss, gamma=gamma, temperature=temperature)
-    grads, metrics = jax.grad(loss, has_aux=True)(head, target, batch, out.taps, out.hidden, blocks)
+    objective = functools.partial(
+        distillation_loss,
+        gamma=gamma,
+        temperature=temperature,
+        loss=loss,
+        compute_dtype=compute_dtype,
+        logit_chunk=logit_chunk,
+    )
+    grads, metrics = jax.grad(objective, has_aux=True)(head, target, batch, out.taps, out.hidden, blocks)
     updates, state = optimizer.update(grads, state, head)
     return optax.apply_updates(head, updates), state, metrics
 
@@ -114,6 +129,7 @@ def train_step(
 def distill(config: DistillConfig) -> pathlib.Path:
     """Trains the head that `config` describes; returns the directory it was saved in."""
     check_positive(config, "steps", "batch_size", "length", "anchors", "num_hidden_layers", "temperature", "log_every")
+    check_loss(config.loss, config.temperature)
     target = jetspec_jax.load_target(config.target, dtype=jnp.float32)
     head = DraftHead(head_config(config, target), rngs=nnx.Rngs(config.seed))
     documents = read_documents(config.data, target.config.vocab_size)
@@ -138,16 +154,19 @@ def distill(config: DistillConfig) -> pathlib.Path:
                 optimizer=optimizer,
                 gamma=config.gamma,
                 temperature=config.temperature,
+                loss=config.loss,
+                logit_chunk=config.logit_chunk,
             )
             recent.append(metrics)
             if step % config.log_every == 0 or step == config.steps:
-                loss, agreement, accepted = np.mean(jax.device_get(recent), axis=0)
+                means = jax.tree.map(lambda *values: sum(values), *jax.device_get(recent))
                 recent = []
                 line = {
                     "step": step,
-                    "loss": round(float(loss), 4),
-                    "agreement": round(float(agreement), 4),
-                    "chain_accepted": round(float(accepted), 3),
+                    "loss": round(float(means.loss), 4),
+                    "agreement": [round(float(share), 4) for share in means.agreement],
+                    "chain_accepted": round(float(means.accepted), 3),
+                    "coverage": round(float(means.coverage), 4),
                     "seconds": round(time.perf_counter() - start),
                 }
                 print(json.dumps(line), file=log, flush=True)

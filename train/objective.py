@@ -1,4 +1,4 @@
-"""The distillation objective: blocks sampled from documents, one pass of the head over all, weighted KL.
+"""The distillation objective: blocks sampled from documents, one pass of the head over all, weighted losses.
 
 Axis letters: B rows, L row length, A anchors (blocks) a row, S slots a block (block_size), E features, V vocabulary.
 """
@@ -15,8 +15,10 @@ from jetspec_jax.head import DraftHead
 from jetspec_jax.layers import Attend, KeyValue
 from jetspec_jax.rope import rope_at
 from jetspec_jax.target import TargetModel
+from train.attention import block_attention
+from train.chunked import Lessons, SlotResults, automatic_chunk, chunked_loss
 from train.data import Packed
-from train.packed import masked_attention
+from train.losses import check_loss
 
 
 class Blocks(NamedTuple):
@@ -33,25 +35,48 @@ class Blocks(NamedTuple):
     live: np.ndarray | jax.Array
 
 
-class Supervision(NamedTuple):
-    """What each slot is held against.
+class BlockMetrics(NamedTuple):
+    """Sums over a batch's blocks: those of several batches add up (`jax.tree.map(operator.add, one, other)`).
 
-    source: int32 `[B, A, S]`, index in the row whose next-token distribution teaches the slot.
-    weights: float32 `[B, A, S]`.
+    The properties are the means of what was added.
+
+    total: float32, the weighted sum of the losses of all slots.
+    weight: float32, the sum of weights.
+    slots, supervised: int32, how many slots there are, and how many have a loss.
+    agreeing, guesses: int32 `[S - 1]`, for MASK slots 1 .. S - 1 of blocks as decoding drafts them (no true tokens
+        filled in): how often the head's argmax is the target's, of how many that are supervised.
+    committed, chains: int32, tokens that a chain round would commit (the leading slots that agree with the text, and
+        the bonus token), and in how many such blocks.
     """
 
-    source: jax.Array
-    weights: jax.Array
+    total: jax.Array
+    weight: jax.Array
+    slots: jax.Array
+    supervised: jax.Array
+    agreeing: jax.Array
+    guesses: jax.Array
+    committed: jax.Array
+    chains: jax.Array
 
+    @property
+    def loss(self) -> jax.Array:
+        """The objective; 0 without any supervised slot."""
+        return self.total / jnp.maximum(self.weight, 1e-6)
 
-class BlockMetrics(NamedTuple):
-    """loss: the objective. agreement: share of supervised MASK slots whose argmax is the target's. accepted: mean
-    number of tokens a chain round would commit (leading slots that agree with the text, and the bonus token), over
-    blocks without true tokens."""
+    @property
+    def agreement(self) -> jax.Array:
+        """`[S - 1]`, the share of each slot's guesses that are the target's argmax."""
+        return self.agreeing / jnp.maximum(self.guesses, 1)
 
-    loss: jax.Array
-    agreement: jax.Array
-    accepted: jax.Array
+    @property
+    def accepted(self) -> jax.Array:
+        """Simulated accepted length: tokens that a chain round would commit."""
+        return self.committed / jnp.maximum(self.chains, 1)
+
+    @property
+    def coverage(self) -> jax.Array:
+        """The share of slots that have a loss."""
+        return self.supervised / jnp.maximum(self.slots, 1)
 
 
 def sample_blocks(batch: Packed, anchors: int, block_size: int, mixed_fill: float, rng: np.random.Generator) -> Blocks:
@@ -75,12 +100,11 @@ def block_inputs(batch: Packed, blocks: Blocks, block_size: int, mask_token_id: 
     """Input tokens `[B, A, S]`: the anchor, the filled slots' true tokens, then MASK."""
     slots = jnp.arange(block_size)[None, None]
     index = jnp.clip(blocks.anchors[..., None] + slots, 0, batch.tokens.shape[1] - 1)
-    rows = jnp.arange(index.shape[0])[:, None, None]
-    return jnp.where(slots <= blocks.filled[..., None], batch.tokens[rows, index], mask_token_id)
+    return jnp.where(slots <= blocks.filled[..., None], _at(batch.tokens, index), mask_token_id)
 
 
-def supervision(batch: Packed, blocks: Blocks, block_size: int, gamma: float) -> Supervision:
-    """Sources and weights of every slot (method section 3).
+def supervision(batch: Packed, blocks: Blocks, block_size: int, gamma: float) -> Lessons:
+    """What each slot `[B, A, S]` learns, and its weight (method section 3).
 
     A MASK slot i learns the distribution of token anchor + i, which the target gives at anchor + i - 1. A filled
     slot already knows its own token and learns the one after it; the anchor counts as filled in filled blocks and
@@ -93,17 +117,16 @@ def supervision(batch: Packed, blocks: Blocks, block_size: int, gamma: float) ->
     known = slots <= filled
     ahead = jnp.where(known, slots, slots - 1)  # the predicted token is the one after anchor + ahead
     source = blocks.anchors[..., None] + ahead
-    rows = jnp.arange(source.shape[0])[:, None, None]
-    document = jnp.take_along_axis(batch.documents, blocks.anchors, axis=1)[..., None]
+    document = _at(batch.documents, blocks.anchors)[..., None]
     predicted = jnp.clip(source + 1, 0, length - 1)
-    inside = (source + 1 < length) & (batch.documents[rows, predicted] == document)
+    inside = (source + 1 < length) & (_at(batch.documents, predicted) == document)
     counted = inside & blocks.live[..., None] & ((slots > 0) | (filled > 0))
     decay = jnp.exp(-ahead.astype(jnp.float32) / gamma) if gamma else jnp.ones(ahead.shape)
-    return Supervision(jnp.clip(source, 0, length - 1), jnp.where(counted, decay, 0.0))
+    return Lessons(jnp.clip(source, 0, length - 1), _at(batch.tokens, predicted), jnp.where(counted, decay, 0.0))
 
 
 def draft_blocks(head: DraftHead, target: TargetModel, batch: Packed, taps: jax.Array, blocks: Blocks) -> jax.Array:
-    """The head's final hidden states `[B, A, S, E]` of all blocks, in one pass.
+    """The head's final hidden states `[B, A, S, E]` of all blocks, in one pass and in the head's dtype.
 
     A slot sees fused features of its own document strictly before its anchor, and slots of its own block: those
     up to itself (causal head) or all. This is the decode-time computation, so that logits are the same.
@@ -114,29 +137,25 @@ def draft_blocks(head: DraftHead, target: TargetModel, batch: Packed, taps: jax.
     config = head.config
     rows, length = batch.tokens.shape
     count, size = blocks.anchors.shape[1], config.block_size
+    dtype = head.norm.weight[...].dtype
     tokens = block_inputs(batch, blocks, size, config.mask_token_id)
-    at_anchor = lambda x: jnp.take_along_axis(x, blocks.anchors, axis=1)  # noqa: E731
-    positions = at_anchor(batch.positions)[..., None] + jnp.arange(size)[None, None]
+    positions = _at(batch.positions, blocks.anchors)[..., None] + jnp.arange(size)[None, None]
     before = jnp.arange(length)[None, None] < blocks.anchors[..., None]
-    context = before & (batch.documents[:, None] == at_anchor(batch.documents)[..., None])
-    own = np.tri(size, dtype=bool) if config.causal_head else np.ones((size, size), bool)
-    within = np.kron(np.eye(count, dtype=bool), own)
-    mask = jnp.concatenate(
-        [jnp.repeat(context, size, axis=1), jnp.broadcast_to(within[None], (rows, *within.shape))], axis=2
-    )
-    prefix = head.context_rows(taps, rope_at(batch.positions, config))
-    attends = [_attend_to(layer, mask) for layer in prefix]
+    seen = before & (batch.documents[:, None] == _at(batch.documents, blocks.anchors)[..., None])
+    prefix = head.context_rows(taps.astype(dtype), rope_at(batch.positions, config))
+    attends = [_attend_to(layer, seen, size, config.causal_head) for layer in prefix]
     flat = lambda x: x.reshape(rows, count * size, *x.shape[3:])  # noqa: E731
-    hidden = head.run(flat(target.embed(tokens)), rope_at(flat(positions), config), attends)
+    hidden = head.run(flat(target.embed(tokens)).astype(dtype), rope_at(flat(positions), config), attends)
     return hidden.reshape(rows, count, size, -1)
 
 
-def _attend_to(context: KeyValue, mask: jax.Array) -> Attend:
-    """Attention of blocks to one layer's context and to each other, under `mask` `[B, A * S, L + A * S]`."""
+def _attend_to(context: KeyValue, seen: jax.Array, size: int, causal: bool) -> Attend:
+    """Attention of blocks of `size` slots, side by side, to one layer's context and to themselves."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        keys = jnp.concatenate([context.key, key], axis=1)
-        return masked_attention(query, keys, jnp.concatenate([context.value, value], axis=1), mask)
+        apart = lambda x: x.reshape(x.shape[0], -1, size, *x.shape[2:])  # noqa: E731
+        out = block_attention(apart(query), KeyValue(apart(key), apart(value)), context, seen, causal=causal)
+        return out.reshape(query.shape)
 
     return attend
 
@@ -151,38 +170,62 @@ def distillation_loss(
     *,
     gamma: float,
     temperature: float,
+    loss: str = "forward_kl",
+    compute_dtype: jnp.dtype | None = None,
+    logit_chunk: int = 0,
 ) -> tuple[jax.Array, BlockMetrics]:
-    """Forward KL `T^2 sum(w KL(p_T || q_T)) / sum(w)`, in float32, and metrics (paper section 3).
+    """`sum(w loss) / sum(w)` over all supervised slots, in float32, and metrics (paper section 3).
+
+    The head alone has a gradient, in the dtype of its weights; the target is frozen.
 
     Args:
-        taps, hidden: the target's outputs `[B, L, ...]` on `batch`; no gradient flows into them.
+        taps, hidden: the target's outputs `[B, L, ...]` on `batch`.
+        gamma: the loss's decay over slots; 0 is none.
+        temperature: of both distributions.
+        loss: a name of `train.losses.LOSSES`.
+        compute_dtype: what the head computes in; its weights' own by default.
+        logit_chunk: slots of each row whose logits are held at once; 0 is what `automatic_chunk` gives for the whole
+            batch on one device.
+
+    Raises:
+        ValueError: no such loss, or a temperature or chunk that cannot be.
     """
-    taught = supervision(batch, blocks, head.config.block_size, gamma)
-    rows = jnp.arange(batch.tokens.shape[0])[:, None, None]
-    teacher = jax.lax.stop_gradient(target.logits(hidden[rows, taught.source]))
-    student = target.logits(draft_blocks(head, target, batch, taps, blocks))
-    log_p = jax.nn.log_softmax(teacher / temperature)
-    log_q = jax.nn.log_softmax(student / temperature)
-    divergence = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-    total = jnp.sum(taught.weights)
-    loss = temperature**2 * jnp.sum(divergence * taught.weights) / jnp.maximum(total, 1e-6)
-    return loss, _metrics(batch, blocks, taught, teacher, student, loss)
+    check_loss(loss, temperature)
+    if logit_chunk < 0:
+        raise ValueError(f"--config.logit_chunk is a number of slots, or 0 for an automatic one; got {logit_chunk}")
+    target, taps, hidden = jax.lax.stop_gradient((target, taps, hidden))
+    if compute_dtype is not None:
+        head = jax.tree.map(lambda x: x.astype(compute_dtype), head)
+    drafted = draft_blocks(head, target, batch, taps, blocks)
+    lessons = supervision(batch, blocks, head.config.block_size, gamma)
+    drafted, lessons = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), (drafted, lessons))
+    chunk = logit_chunk or automatic_chunk(target.config.vocab_size, *lessons.weights.shape)
+    results = chunked_loss(drafted, target, hidden, lessons, loss, temperature, chunk)
+    metrics = _metrics(blocks, lessons, results, head.config.block_size)
+    return metrics.loss, jax.lax.stop_gradient(metrics)
 
 
-def _metrics(
-    batch: Packed, blocks: Blocks, taught: Supervision, teacher: jax.Array, student: jax.Array, loss: jax.Array
-) -> BlockMetrics:
-    slots = jnp.arange(student.shape[2])[None, None]
-    counted = (taught.weights > 0) & (slots > blocks.filled[..., None])
-    guess = jnp.argmax(student, axis=-1)
-    agree = counted & (guess == jnp.argmax(teacher, axis=-1))
-    rows = jnp.arange(batch.tokens.shape[0])[:, None, None]
-    truth = batch.tokens[rows, jnp.clip(taught.source + 1, 0, batch.tokens.shape[1] - 1)]
-    right = (counted & (guess == truth))[..., 1:]
-    leading = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=-1), axis=-1)
+def _metrics(blocks: Blocks, lessons: Lessons, results: SlotResults, size: int) -> BlockMetrics:
+    in_blocks = lambda x: x.reshape(*blocks.anchors.shape, size)[..., 1:]  # noqa: E731
+    count = lambda x, axis=None: jnp.sum(x, axis=axis, dtype=jnp.int32)  # noqa: E731
+    supervised = lessons.weights > 0
     chains = blocks.live & (blocks.filled == 0)
+    drafted = in_blocks(supervised) & chains[..., None]
+    right = in_blocks(results.guess == lessons.truth) & drafted
+    leading = jnp.cumprod(right, axis=-1, dtype=jnp.int32)
     return BlockMetrics(
-        loss,
-        jnp.sum(agree) / jnp.maximum(jnp.sum(counted), 1),
-        jnp.sum(jnp.where(chains, leading + 1, 0)) / jnp.maximum(jnp.sum(chains), 1),
+        total=results.loss,
+        weight=jnp.sum(lessons.weights),
+        slots=jnp.int32(supervised.size),
+        supervised=count(supervised),
+        agreeing=count(in_blocks(results.guess == results.best) & drafted, (0, 1)),
+        guesses=count(drafted, (0, 1)),
+        committed=count(leading) + count(chains),
+        chains=count(chains),
     )
+
+
+@jax.vmap
+def _at(row: np.ndarray | jax.Array, places: np.ndarray | jax.Array) -> jax.Array:
+    """`[B, ...]`, what each row of `[B, L]` has at its `places`; row by row, so that rows may be on many devices."""
+    return row[places]
