@@ -186,6 +186,15 @@ def test_up_to_one_in_a_hundred_lines_may_be_malformed(target, tmp_path, bad):
     assert shown(target, documents[10]) == f"[text {10 + bad}]"
 
 
+def test_the_digest_is_the_datas(target, tmp_path):
+    """The same for a copy; another after any change."""
+    one, copy, other = (
+        open_documents(write(tmp_path / name, {"text": text}), target).digest
+        for name, text in (("a.jsonl", "x"), ("b.jsonl", "x"), ("c.jsonl", "y"))
+    )
+    assert one == copy != other
+
+
 def test_a_source_that_cannot_be_opened_is_named(target, tmp_path):
     with pytest.raises(ValueError, match=r"nothing\.jsonl cannot be read .*; for a hub dataset write hf:org/name"):
         open_documents(str(tmp_path / "nothing.jsonl"), target)
@@ -217,6 +226,10 @@ def test_a_regenerated_directory_says_its_mode_and_must_be_finished(target, tmp_
 # Hugging Face datasets, by a stand-in for the library that knows one dataset.
 
 
+class Dataset(list):
+    _fingerprint = "0123"
+
+
 @pytest.fixture
 def hub(monkeypatch):
     calls = []
@@ -225,7 +238,7 @@ def hub(monkeypatch):
         calls.append((name, subset, split))
         if name != "org/name":
             raise FileNotFoundError(f"no dataset {name}")
-        return [{"messages": None, **GOOD}, {"messages": TURNS, "prompt": None, "response": None}]
+        return Dataset([{"messages": None, **GOOD}, {"messages": TURNS, "prompt": None, "response": None}])
 
     module = types.ModuleType("datasets")
     module.load_dataset = load_dataset
@@ -236,6 +249,7 @@ def hub(monkeypatch):
 def test_a_hub_dataset_is_read_by_its_columns(target, hub):
     """Columns without a value do not count; subset and split are passed on."""
     documents = open_documents("hf:org/name::main:train[:2]", target)
+    assert documents.digest == "0123"
     assert [shown(target, document).count("[") for document in documents] == [1, 2]
     open_documents("hf:org/name:test", target)
     open_documents("hf:org/name", target)

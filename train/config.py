@@ -57,7 +57,7 @@ class DistillConfig:
 
     `target` is a checkpoint directory, `data` a directory of train.regenerate, or another source that
     `train.sources.open_documents` reads. Each row of `length` tokens gives `anchors` blocks of `block_size`. A row
-    holds several documents with `packed`, else one, in batches of documents of like length.
+    holds several documents with `packed`, else one (see docs/data.md).
     `mixed_fill` is the share of blocks whose first slots hold true tokens; `gamma` the loss decay over slots
     (0: none); `temperature` scales both distributions. `target_layer_ids` empty means the default spacing.
     """

@@ -18,7 +18,7 @@ Prompt = str | list[Message]
 """A user's message, or a conversation that the user ends."""
 
 _TASKS = re.compile(r"tasks:([1-9][0-9]*)")
-_TASKS_SEED = 1  # the small target's own pretraining draws with others
+_TASKS_SEED = 1  # one stream, whatever seed answers are drawn with
 
 
 def read_prompts(source: str, field: str | None = None) -> tuple[list[Prompt], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import pathlib
@@ -17,9 +18,10 @@ _HUB = re.compile(r"hf:(?P<name>[^:]+)(::(?P<subset>[^:]+))?(:(?P<split>[^:].*))
 
 
 class Rows(Protocol):
-    """A source of rows. `source` is how the user named it."""
+    """A source of rows. `source` is how the user named it, `digest` changes with what the rows hold."""
 
     source: str
+    digest: str
 
     def __len__(self) -> int: ...
 
@@ -42,6 +44,7 @@ class JsonLines:
     def __init__(self, path: pathlib.Path):
         self.source = str(path)
         starts, numbers, offset = [], [], 0
+        digest = hashlib.sha256()
         try:
             with open(path, "rb") as file:
                 for number, line in enumerate(file, start=1):
@@ -49,9 +52,11 @@ class JsonLines:
                         starts.append(offset)
                         numbers.append(number)
                     offset += len(line)
+                    digest.update(line)
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if offset else b""
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror}); for a hub dataset write hf:org/name") from None
+        self.digest = digest.hexdigest()
         self._starts, self._numbers = np.asarray(starts, np.int64), np.asarray(numbers, np.int64)
 
     def __len__(self) -> int:
@@ -98,6 +103,7 @@ class HubDataset:
             )
         except Exception as error:  # the library's errors, and those of the HTTP client below it, have no common base
             raise ValueError(f"{source} cannot be loaded ({type(error).__name__}: {error})") from None
+        self.digest = str(self._data._fingerprint)
 
     def __len__(self) -> int:
         return len(self._data)

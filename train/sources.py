@@ -125,7 +125,12 @@ class Documents:
         return self.make(self.rows[self.good[index]])
 
     def __repr__(self) -> str:
-        return f"Documents({self.rows.source}, {len(self)})"  # grain's checkpoints name the source by it
+        return f"Documents({self.rows.source}, {len(self)})"  # the indices would drown a message
+
+    @property
+    def digest(self) -> str:
+        """Changes with the data: a resumed run must find the same."""
+        return self.rows.digest
 
 
 def open_documents(
