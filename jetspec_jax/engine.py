@@ -132,6 +132,7 @@ def generate(
     prompts: Sequence[str] | Sequence[Sequence[int]],
     config: GenerationConfig | None = None,
     *,
+    seeds: Sequence[int] | None = None,
     rounds_per_call: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     **options: object,
@@ -143,6 +144,7 @@ def generate(
         head: from `load_draft_head`; None only with method "ar".
         prompts: texts, put as they are through the tokenizer (see `chat_prompt`), or lists of token ids.
         config: what to do; `options` are fields of `GenerationConfig` that override it.
+        seeds: one a prompt, instead of `config.seed` + its place in `prompts`.
         rounds_per_call: rounds between two calls of `on_progress`, and between two looks for stop texts; None decodes
             each batch in one call, or in a few when there are stop texts. Results do not depend on it.
         on_progress: sees every batch after prefill and after each call.
@@ -165,16 +167,19 @@ def generate(
         raise ValueError(f"{target.path} has no tokenizer, which stop texts need")
     if target.mesh is not None:
         check_batch(config.batch_size, target.mesh)
+    if seeds is not None and len(seeds) != len(prompts):
+        raise ValueError(f"seeds must be one a prompt: {len(seeds)} for {len(prompts)} prompts")
+    draws = config.seed + np.arange(len(prompts)) if seeds is None else np.asarray(seeds)
     rows = [prompt_ids(target, prompt) for prompt in prompts]
     for index, row in enumerate(rows):
         check_prompt(row, target, config.max_new_tokens, f"prompt {index}")
     results: list[GenerationResult] = []
     for first in range(0, len(rows), config.batch_size):
-        batch = rows[first : first + config.batch_size]
-        for progress in _run(target, head, batch, first, config, rounds_per_call):
+        batch = slice(first, first + config.batch_size)
+        for progress in _run(target, head, rows[batch], draws[batch], first, config, rounds_per_call):
             if on_progress:
                 on_progress(progress)
-        results += [_result(target, prompts[first + i], progress, i, config) for i in range(len(batch))]
+        results += [_result(target, prompts[first + i], progress, i, config) for i in range(len(rows[batch]))]
     return results
 
 
@@ -231,6 +236,7 @@ def _run(
     target: Target,
     head: DraftHead | None,
     rows: list[list[int]],
+    draws: np.ndarray,
     first: int,
     config: GenerationConfig,
     rounds_per_call: int | None,
@@ -247,7 +253,8 @@ def _run(
     tokens = np.zeros((config.batch_size, capacity), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
-    seeds = (config.seed + first + np.arange(config.batch_size)).astype(np.uint32)
+    seeds = np.zeros(config.batch_size, np.uint32)
+    seeds[: len(rows)] = draws.astype(np.uint32)
     limits = np.where(lengths > 0, lengths + config.max_new_tokens, 0).astype(np.int32)
 
     by_row = [place(x, target.mesh, "batch") for x in (tokens, lengths, limits, seeds)]

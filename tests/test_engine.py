@@ -193,6 +193,16 @@ def test_a_sampled_text_depends_on_its_seed_and_not_on_its_batch(saved, target, 
     assert twins[0].token_ids == sampled[0].token_ids != twins[1].token_ids
 
 
+def test_seeds_may_be_given_one_a_prompt(target, head, sampled):
+    """Prompts in another order, each with the seed that it had: the same texts. Their number must fit."""
+    order = [2, 0, 1]
+    seeds = [SAMPLED.seed + i for i in order]
+    moved = generate(target, head, [PROMPTS[i] for i in order], SAMPLED, seeds=seeds)
+    assert [result.token_ids for result in moved] == [sampled[i].token_ids for i in order]
+    with pytest.raises(ValueError, match="seeds must be one a prompt: 2 for 3 prompts"):
+        generate(target, head, PROMPTS[:3], SAMPLED, seeds=seeds[:2])
+
+
 def test_progress_grows_each_row_by_what_a_round_commits(target, head, sampled):
     """With calls of one round, a row is prefill's token, then extends itself; the last is the result."""
     seen = []

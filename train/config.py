@@ -55,8 +55,9 @@ class PretrainConfig:
 class DistillConfig:
     """Distillation of a draft head (paper section 3; method section 3).
 
-    `target` is a checkpoint directory, `data` a JSONL file of `{"prompt_ids", "token_ids"}` that the target
-    generated (train.regenerate). Each packed row of `length` tokens gives `anchors` blocks of `block_size`.
+    `target` is a checkpoint directory, `data` a directory of train.regenerate, or another source that
+    `train.sources.open_documents` reads. Each row of `length` tokens gives `anchors` blocks of `block_size`. A row
+    holds several documents with `packed`, else one (see docs/data.md).
     `mixed_fill` is the share of blocks whose first slots hold true tokens; `gamma` the loss decay over slots
     (0: none); `loss` is a name of train.losses and `temperature` that of both distributions. `logit_chunk` slots of
     each row have their logits in memory at once (0: by the vocabulary's size). `target_layer_ids` empty means the
@@ -70,6 +71,7 @@ class DistillConfig:
     steps: int = 1000
     batch_size: int = 16
     length: int = 256
+    packed: bool = True
     anchors: int = 8
     block_size: int = 16
     num_hidden_layers: int = 2

@@ -1,10 +1,9 @@
-"""Documents to batches: shuffled by grain, grouped by length, deterministic by seed."""
+"""Documents to batches by grain: shuffled, sharded, packed; the same for a seed, and resumable at every batch."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
 import grain
 import numpy as np
@@ -13,13 +12,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _WINDOW = 16  # batches that are sorted by length together
+_BINS = 64  # least number of rows that are packed together: more leave less padding, and are read again at a resume
+_READ_AHEAD = 64  # documents; one thread, since tokenizers must not be used by two
 
 
 class Document(TypedDict):
-    """One document: `tokens` int32 `[T]`, and `response` bool `[T]`, true for the answer's own tokens."""
+    """One document: `tokens` int32 `[T]`, and `response` bool `[T]`, true for the tokens that are learnt."""
 
     tokens: np.ndarray
     response: np.ndarray
+
+
+class DocumentSource(Protocol):
+    """Documents at random access, such as `train.sources.Documents` or a list."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Document: ...
 
 
 class Packed(NamedTuple):
@@ -51,22 +60,131 @@ def document(prompt_ids: list[int], answer_ids: list[int]) -> Document:
     return {"tokens": np.asarray([*prompt_ids, *answer_ids], np.int32), "response": response}
 
 
+def packed_batches(
+    documents: DocumentSource,
+    *,
+    length: int,
+    batch_size: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.DatasetIterator[Packed]:
+    """Endless batches of `batch_size` rows of `length` tokens, several documents a row where they fit.
+
+    Every epoch is one shuffle of all documents, of which each process takes every `process_count`-th: shards are
+    disjoint and together cover the epoch. Documents are cut at `length`, never split over rows; one that has nothing
+    to learn within `length` is left out.
+
+    The iterator has `get_state()` and `set_state()`: after the latter the next batch is bit-equal to what it would
+    have been. Orbax keeps it by `grain.checkpoint.CheckpointSave` and `CheckpointRestore`, a file a process. A state
+    fits the arguments that it was made with.
+
+    Raises:
+        ValueError: there are fewer documents than processes; or, from `next`, no document has anything to learn.
+    """
+    rows = grain.experimental.BestFitPackIterDataset(
+        _shard(documents, length, seed, process_index, process_count),
+        length_struct={"tokens": length, "response": length},
+        num_packing_bins=max(_BINS, batch_size),
+        seed=seed,
+    )
+    return iter(rows.map(_as_packed).batch(batch_size, batch_fn=_stack))
+
+
 def bucketed_batches(
-    count: int, get: Callable[[int], Document], *, length: int, batch_size: int, seed: int
-) -> Iterator[Packed]:
-    """Endless batches of documents `get(0) .. get(count - 1)`, one a row, reshuffled every epoch.
+    documents: DocumentSource,
+    *,
+    length: int,
+    batch_size: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.DatasetIterator[Packed]:
+    """Endless batches of `batch_size` documents, one a row; all else as for `packed_batches`.
 
     A window of batches is sorted by length, so that rows of about the same length meet and little is padded; a
-    batch's width is its longest document's, rounded up to a multiple of 32 (each width compiles once). Longer ones
-    are cut at `length`.
+    batch's width is its longest document's, rounded up to a multiple of 32 (each width compiles once). Where documents
+    are short this is faster than packing, since no block is held against the documents beside its own.
     """
-    documents = iter(grain.MapDataset.range(count).seed(seed).shuffle().repeat().map(get).to_iter_dataset())
-    order = np.random.default_rng(seed)
-    while True:
-        window = sorted(itertools.islice(documents, _WINDOW * batch_size), key=lambda d: len(d["tokens"]))
-        batches = [window[i : i + batch_size] for i in range(0, len(window), batch_size)]
-        for index in order.permutation(len(batches)):
-            yield pad_batch(batches[index], length)
+    rows = _shard(documents, length, seed, process_index, process_count)
+    return iter(_LikeLengths(rows, batch_size, seed).map(lambda batch: pad_batch(batch, length)))
+
+
+def _shard(
+    documents: DocumentSource, length: int, seed: int, process_index: int, process_count: int
+) -> grain.IterDataset[Document]:
+    """A process's documents, shuffled, endless, cut at `length`."""
+    if len(documents) < process_count:
+        raise ValueError(f"{len(documents)} documents cannot be shared by {process_count} processes; use fewer")
+    shard = grain.MapDataset.source(documents).seed(seed).shuffle()[process_index::process_count]
+    rows = shard.repeat().to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_READ_AHEAD))
+    return rows.map(lambda row: {name: values[:length] for name, values in row.items()}).filter(_Learnable(len(shard)))
+
+
+class _Learnable(grain.transforms.Filter):
+    """Keeps documents in which a block can be anchored; an epoch without any is an error, not an endless search."""
+
+    def __init__(self, epoch: int):
+        self._epoch, self._refused = epoch, 0
+
+    def filter(self, row: Document) -> bool:
+        """Whether some response token has a successor."""
+        kept = bool(row["response"][:-1].any())
+        self._refused = 0 if kept else self._refused + 1
+        if self._refused > 2 * self._epoch:  # the end of one epoch and the beginning of the next may be all the others
+            raise ValueError(
+                f"none of {self._epoch} documents has a response token within the row length; raise --config.length"
+            )
+        return kept
+
+
+def _as_packed(row: dict[str, np.ndarray]) -> Packed:
+    """A row as grain packs it, whose segments count from 1."""
+    return Packed(row["tokens"], row["tokens_positions"], row["tokens_segment_ids"], row["response"])
+
+
+def _stack(rows: list[Packed]) -> Packed:
+    return Packed(*map(np.stack, zip(*rows, strict=True)))
+
+
+class _LikeLengths(grain.IterDataset[list[Document]]):
+    """Groups of `size` documents of like length: windows of `_WINDOW` groups are sorted, and their groups shuffled."""
+
+    def __init__(self, parent: grain.IterDataset[Document], size: int, seed: int):
+        super().__init__(parent)
+        self._size, self._seed = size, seed
+
+    def __iter__(self) -> grain.DatasetIterator[list[Document]]:
+        return _LikeLengthsIterator(iter(self._parent), self._size, self._seed)
+
+
+class _LikeLengthsIterator(grain.DatasetIterator[list[Document]]):
+    """The state is the window's number, the parent's state at its beginning, and the place in it."""
+
+    def __init__(self, parent: grain.DatasetIterator[Document], size: int, seed: int):
+        super().__init__(parent)
+        self._size, self._seed = size, seed
+        self._state = {"parent": parent.get_state(), "window": 0, "next": 0}
+        self._groups: list[list[Document]] | None = None
+
+    def __next__(self) -> list[Document]:
+        if self._groups is None:
+            window = sorted(itertools.islice(self._parent, _WINDOW * self._size), key=lambda row: len(row["tokens"]))
+            order = np.random.default_rng((self._seed, self._state["window"])).permutation(_WINDOW)
+            self._groups = [window[i * self._size : (i + 1) * self._size] for i in order]
+        group = self._groups[self._state["next"]]
+        self._state["next"] += 1
+        if self._state["next"] == _WINDOW:
+            self._state = {"parent": self._parent.get_state(), "window": self._state["window"] + 1, "next": 0}
+            self._groups = None
+        return group
+
+    def get_state(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["parent"])
+        self._state, self._groups = dict(state), None
 
 
 def pad_batch(rows: list[Document], length: int) -> Packed:

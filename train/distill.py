@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -22,11 +23,12 @@ from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
 from jetspec_jax.target import TargetModel
 from train.config import DistillConfig, check_positive
-from train.data import Document, Packed, bucketed_batches, document
+from train.data import Packed, bucketed_batches, packed_batches
 from train.losses import check_loss
 from train.objective import BlockMetrics, Blocks, distillation_loss, sample_blocks
 from train.optimizer import make_optimizer
 from train.packed import target_forward
+from train.sources import open_documents
 
 
 def head_config(config: DistillConfig, target: Target) -> HeadConfig:
@@ -68,30 +70,6 @@ def head_config(config: DistillConfig, target: Target) -> HeadConfig:
     )
 
 
-def read_documents(path: str, vocab_size: int) -> list[Document]:
-    """The documents of a JSONL file of `{"prompt_ids", "token_ids"}`.
-
-    Raises:
-        ValueError: a line is not such an object (file and line are named), or there are none.
-    """
-    documents = []
-    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            ids = [row["prompt_ids"], row["token_ids"]]
-            if not all(type(token) is int and 0 <= token < vocab_size for part in ids for token in part):
-                raise TypeError("token ids must be integers inside the vocabulary")
-            documents.append(document(*ids))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}:{number}: expected prompt_ids and token_ids, lists of ids below {vocab_size}, "
-                f"got {line[:60]!r}"
-            ) from error
-    if not documents:
-        raise ValueError(f"{path} holds no documents")
-    return documents
-
-
 @functools.partial(
     jax.jit,
     static_argnames=("optimizer", "gamma", "temperature", "loss", "compute_dtype", "logit_chunk"),
@@ -131,19 +109,23 @@ def distill(config: DistillConfig) -> pathlib.Path:
     check_positive(config, "steps", "batch_size", "length", "anchors", "num_hidden_layers", "temperature", "log_every")
     check_loss(config.loss, config.temperature)
     target = jetspec_jax.load_target(config.target, dtype=jnp.float32)
-    head = DraftHead(head_config(config, target), rngs=nnx.Rngs(config.seed))
-    documents = read_documents(config.data, target.config.vocab_size)
+    layout = head_config(config, target)
+    documents = open_documents(config.data, target)
+    for warning in documents.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
+    head = DraftHead(layout, rngs=nnx.Rngs(config.seed))
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = optimizer.init(head)
-    batches = bucketed_batches(
-        len(documents), documents.__getitem__, length=config.length, batch_size=config.batch_size, seed=config.seed
-    )
-    rng = np.random.default_rng(config.seed)
+    in_rows = packed_batches if config.packed else bucketed_batches
+    batches = in_rows(documents, length=config.length, batch_size=config.batch_size, seed=config.seed)
     out = pathlib.Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     start, recent = time.perf_counter(), []
     with open(out / "log.jsonl", "w") as log:
         for step, batch in zip(range(1, config.steps + 1), batches, strict=False):
+            # A function of the step, so that a resumed run draws the same blocks.
+            rng = np.random.default_rng((config.seed, step))
             blocks = sample_blocks(batch, config.anchors, config.block_size, config.mixed_fill, rng)
             head, state, metrics = train_step(
                 head,

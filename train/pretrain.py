@@ -8,6 +8,7 @@ import pathlib
 import sys
 import time
 
+import grain
 import jax
 import jax.numpy as jnp
 import optax
@@ -86,9 +87,9 @@ def pretrain(config: PretrainConfig) -> pathlib.Path:
     model = TargetModel(architecture, rngs=nnx.Rngs(config.seed))
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = optimizer.init(model)
+    documents = grain.MapDataset.range(config.documents)
     batches = bucketed_batches(
-        config.documents,
-        functools.partial(training_documents, config, tokenizer),
+        documents.map(functools.partial(training_documents, config, tokenizer)),
         length=config.length,
         batch_size=config.batch_size,
         seed=config.seed,
