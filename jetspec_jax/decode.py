@@ -254,8 +254,9 @@ def _commit(drafter: Drafter, state: DecodeState, out: TargetOutput, accepted: A
 def _by_row(state: DecodeState) -> DecodeState:
     """`state` with its rows split over the mesh in force, always alike: what one call gives, the next one takes."""
     fields = (f.name for f in dataclasses.fields(state) if f.name not in ("cache", "context"))
-    arrays: dict[str, Any] = {name: getattr(state, name) for name in fields}
-    return dataclasses.replace(state, **{n: constrain(x, "batch", *(None,) * (x.ndim - 1)) for n, x in arrays.items()})
+    arrays = {name: getattr(state, name) for name in fields}
+    placed: dict[str, Any] = {n: constrain(x, "batch", *(None,) * (x.ndim - 1)) for n, x in arrays.items()}
+    return dataclasses.replace(state, **placed)
 
 
 def _is_eos(tokens: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
