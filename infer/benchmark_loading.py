@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -26,7 +27,7 @@ from jetspec_jax.checkpoint import INDEX, hf_tensors, load_target_model
 from jetspec_jax.config import TargetConfig
 from jetspec_jax.target import TargetModel
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
@@ -97,7 +98,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.load:
         return _load(args.load)
-    sparse = {"architecture": "Qwen3MoeForCausalLM", "num_experts": args.experts, "num_experts_per_tok": 8,
+    sparse: dict[str, Any] = {"architecture": "Qwen3MoeForCausalLM", "num_experts": args.experts, "num_experts_per_tok": 8,
               "moe_intermediate_size": 768}  # fmt: skip
     config = TargetConfig(**_SIZES, num_hidden_layers=args.layers, **(sparse if args.experts else {}))
     with tempfile.TemporaryDirectory() as name:
