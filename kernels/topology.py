@@ -7,6 +7,7 @@ over any number of GPUs, and cannot run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import NamedTuple
 
@@ -70,6 +71,39 @@ def gpu_devices(chip: str, count: int = 1) -> list[jax.Device]:
     except RuntimeError as error:
         raise ValueError(f"cannot describe GPUs: {error}; install the extra: pip install -e '.[plan]'") from None
     return list(description.devices)
+
+
+def compiling_for(chip: str) -> contextlib.AbstractContextManager[object]:
+    """While entered, what is traced is for `chip`: kernels choose their tiles for it, and Pallas lowers for it."""
+    device = jax.sharding.AbstractDevice(CHIPS[chip].name, CHIPS[chip].cores, "gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def chip_in_use() -> Chip:
+    """The GPU that is being traced for: `compiling_for`'s, else this machine's, else an H100."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None and described.platform == "gpu":
+        known = [chip for chip in CHIPS.values() if chip.name == described.device_kind]
+        if known:
+            return known[0]
+    if jax.default_backend() == "gpu":
+        return _described(jax.devices()[0])
+    return CHIPS["h100"]
+
+
+def _described(device: jax.Device) -> Chip:
+    """A GPU of this machine; of one that is not in `CHIPS`, what it says of itself."""
+    for chip in CHIPS.values():
+        if chip.name == device.device_kind:
+            return chip
+    major, _, minor = str(device.compute_capability).partition(".")
+    like = CHIPS["a100"]
+    return like._replace(
+        name=device.device_kind,
+        capability=(int(major), int(minor)),
+        cores=device.core_count,
+        shared_per_block=getattr(device, "shared_memory_per_block_optin", like.shared_per_block),
+    )
 
 
 def _target_config(chip: Chip) -> str:

@@ -35,12 +35,14 @@ def attend(
     cache_value: jax.Array,
     lengths: jax.Array,
     mask: jax.Array,
+    page_table: jax.Array | None = None,
     *,
     scale: float,
 ) -> jax.Array:
     """See `tree_attention`; arguments are already checked."""
     batch, nodes, heads, head_dim = query.shape
-    kv_heads, capacity = cache_key.shape[2], cache_key.shape[1]
+    kv_heads = cache_key.shape[2]
+    capacity = cache_key.shape[1] if page_table is None else page_table.shape[1] * cache_key.shape[1]
     group = heads // kv_heads
     grouped = query.reshape(batch, nodes, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, group * nodes, head_dim)
@@ -50,14 +52,15 @@ def attend(
     def include_chunk(index: jax.Array | int, state: Running, size: int) -> Running:
         # The last chunk is moved back to fit; the rows that it repeats are masked by `start`.
         start = jnp.minimum(index * size, capacity - size)
-        keys = jax.lax.dynamic_slice_in_dim(cache_key, start, size, axis=1)
-        values = jax.lax.dynamic_slice_in_dim(cache_value, start, size, axis=1)
+        keys, values = (_rows(cache, page_table, start, size) for cache in (cache_key, cache_value))
         rows = start + jnp.arange(size)
         live = (rows >= index * size)[None] & (rows[None] < lengths[:, None])
         values = jnp.where(live[:, :, None, None], values, jnp.zeros((), values.dtype))
         return _include(state, grouped, keys, values, live[:, None, None], scale)
 
     size = chunk_size(capacity)
+    if page_table is not None:  # whole pages, which a last chunk that is moved back keeps
+        size = min(capacity, -(-size // cache_key.shape[1]) * cache_key.shape[1])
     if size == capacity:
         state = include_chunk(0, state, size)
     else:
@@ -66,6 +69,16 @@ def attend(
     out = state.values / jnp.where(state.total == 0, 1.0, state.total)[..., None]
     out = out.reshape(batch, kv_heads, group, nodes, head_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(query.shape).astype(query.dtype)
+
+
+def _rows(cache: jax.Array, page_table: jax.Array | None, start: jax.Array, size: int) -> jax.Array:
+    """Prefix rows `[B, size, K, D]` from `start` on; with pages, both are multiples of their size."""
+    if page_table is None:
+        return jax.lax.dynamic_slice_in_dim(cache, start, size, axis=1)
+    page_size = cache.shape[1]
+    pages = jax.lax.dynamic_slice_in_dim(page_table, start // page_size, size // page_size, axis=1)
+    rows = cache.at[pages].get(mode="clip")  # entries past a row's length may be anything
+    return rows.reshape(pages.shape[0], size, *cache.shape[2:])
 
 
 def _include(
