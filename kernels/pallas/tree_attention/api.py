@@ -67,21 +67,33 @@ def tree_attention(
     return attend(query, key, value, cache_key, cache_value, lengths, mask, page_table)
 
 
-def _choose(problem: Problem, backend: Backend, scale: float) -> Callable[..., jax.Array]:
-    """The function of arrays that serves `problem`."""
-    plain = functools.partial(xla.attend, scale=scale)
+def check_backend(problem: Problem, backend: Backend) -> ModuleType | None:
+    """The module of the kernel that serves `problem` under this choice, None for XLA.
+
+    Raises:
+        ValueError: the choice is unknown, or is a kernel and none serves the problem; the message lists every reason.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"tree_attention: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "xla":
         _announce("xla, as asked")
-        return plain
+        return None
     declined = {module.NAME: module.why_not(problem) for module in PALLAS_BACKENDS}
     serving = next((module for module in PALLAS_BACKENDS if not declined[module.NAME]), None)
-    reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in declined.items() if why)
+    if serving is not None:
+        return serving
+    reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in declined.items())
+    if backend == "pallas":
+        raise ValueError(f"tree_attention: no Pallas kernel serves this call ({reasons}); use auto or xla")
+    _announce(f"xla, since kernels decline ({reasons})")
+    return None
+
+
+def _choose(problem: Problem, backend: Backend, scale: float) -> Callable[..., jax.Array]:
+    """The function of arrays that serves `problem`."""
+    plain = functools.partial(xla.attend, scale=scale)
+    serving = check_backend(problem, backend)
     if serving is None:
-        if backend == "pallas":
-            raise ValueError(f"tree_attention: no Pallas kernel serves this call. {reasons}")
-        _announce(f"xla, since kernels decline ({reasons})")
         return plain
     kernel = functools.partial(serving.attend, scale=scale)
     if backend == "pallas":
