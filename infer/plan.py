@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -21,7 +22,8 @@ from jetspec_jax.head import DraftHead
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.target import TargetModel
 from jetspec_jax.tree import TreeShape
-from kernels.topology import CHIPS, gpu_devices
+from kernels.pallas.tree_attention import BACKENDS, Backend
+from kernels.topology import CHIPS, compiling_for, gpu_devices
 
 _QWEN3_8B = DecoderConfig(
     vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
@@ -60,20 +62,23 @@ def plan_decode(
     tree: TreeShape,
     device: jax.Device | None,
     dtype: jnp.dtype = jnp.bfloat16,
+    attention: Backend = "auto",
     threshold: int | None = None,
 ) -> Plan:
     """Compiles `decode` from shapes alone.
 
     Args:
         device: from `gpu_devices`; None compiles for this machine.
+        attention: the backend of `tree_attention`.
         threshold: bytes from which a copy is listed; the smallest cache array by default.
     """
-    model, drafter, state = _shapes(target, head, batch, capacity, tree, dtype)
+    model, drafter, state = _shapes(target, head, batch, capacity, tree, dtype, attention)
     spec = LoopSpec(tree, (target.vocab_size - 1,), Sampling().mode)
     args = (model, drafter, state, jax.ShapeDtypeStruct((), jnp.int32), Sampling().knobs)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=_sharding(device)), args)
-    traced = decode.trace(*args, spec=spec)
-    lowered = traced.lower() if device is None else traced.lower(lowering_platforms=("cuda",))
+    with contextlib.nullcontext() if device is None else compiling_for(device):
+        traced = decode.trace(*args, spec=spec)
+        lowered = traced.lower() if device is None else traced.lower(lowering_platforms=("cuda",))
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     cache = min(_bytes(leaf) for leaf in jax.tree.leaves(state.cache))
@@ -98,7 +103,13 @@ def large_copies(text: str, threshold: int) -> list[str]:
 
 
 def _shapes(
-    target: TargetConfig, head: HeadConfig | None, batch: int, capacity: int, tree: TreeShape, dtype: jnp.dtype
+    target: TargetConfig,
+    head: HeadConfig | None,
+    batch: int,
+    capacity: int,
+    tree: TreeShape,
+    dtype: jnp.dtype,
+    attention: Backend,
 ) -> tuple[Any, Any, Any]:
     model = jax.eval_shape(lambda: TargetModel(target, rngs=nnx.Rngs(0), dtype=dtype))
     drafter: Drafter = NoDrafter()
@@ -108,7 +119,9 @@ def _shapes(
     tokens = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
     seeds = jax.ShapeDtypeStruct((batch,), jnp.uint32)
     state = jax.eval_shape(
-        lambda *x: prefill(*x, Sampling().knobs, eos_ids=(), mode=Sampling().mode, chunk=min(512, capacity)),
+        lambda *x: prefill(
+            *x, Sampling().knobs, eos_ids=(), mode=Sampling().mode, chunk=min(512, capacity), attention=attention
+        ),
         model, drafter, tokens, row, row, seeds,
     )  # fmt: skip
     return model, drafter, state
@@ -138,6 +151,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="capacity of a row in tokens")
     parser.add_argument("--budget", type=int, default=256, help="0 plans plain decoding")
     parser.add_argument("--tree-width", type=int, default=8)
+    parser.add_argument("--attention", choices=BACKENDS, default="auto", help="default: a kernel where one serves")
     args = parser.parse_args()
     head = HEADS[args.model] if args.budget else None
     tree = TreeShape(args.budget, args.tree_width, head.block_size - 1) if head else TreeShape(0, 1, 0)
@@ -147,11 +161,12 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     plan = plan_decode(
-        TARGETS[args.model], head, batch=args.batch_size, capacity=args.context, tree=tree, device=device
-    )
+        TARGETS[args.model], head, batch=args.batch_size, capacity=args.context, tree=tree, device=device,
+        attention=args.attention,
+    )  # fmt: skip
     total = plan.weights + plan.state + plan.temporaries
     print(json.dumps({"chip": args.chip, "model": args.model, "batch_size": args.batch_size, "context": args.context,
-                      "nodes": tree.nodes, **plan._asdict(), "total": total,
+                      "nodes": tree.nodes, "attention": args.attention, **plan._asdict(), "total": total,
                       "fits": total <= CHIPS[args.chip].memory}, indent=2))  # fmt: skip
 
 

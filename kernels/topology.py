@@ -17,7 +17,8 @@ import jax
 class Chip(NamedTuple):
     """What XLA must know of a GPU. Sizes in bytes, bandwidth in bytes/s, clock in GHz.
 
-    `accelerated` says whether the architecture has instructions of its own (sm_90a, sm_100a).
+    `accelerated` says whether the architecture has instructions of its own (sm_90a, sm_100a); `tensor` is for us: the
+    data sheet's dense bfloat16 FLOP/s.
     """
 
     name: str
@@ -31,23 +32,36 @@ class Chip(NamedTuple):
     shared_per_block: int
     fpus_per_core: int
     clock: float
+    tensor: float
+
+    @property
+    def architecture(self) -> str:
+        """As compilers call it: sm_80, sm_90a."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}" + ("a" if self.accelerated else "")
+
+    @property
+    def float32(self) -> float:
+        """Float32 FLOP/s outside tensor cores."""
+        return 2e9 * self.cores * self.fpus_per_core * self.clock
 
 
 CHIPS = {
     "a100": Chip(
         "NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 85_100_068_864, 2_039_040_000_000, 41_943_040, 167_936, 166_912,
-        64, 1.41,
+        64, 1.41, 312e12,
     ),
     "h100": Chip(
         "NVIDIA H100 80GB HBM3", (9, 0), True, 132, 84_942_979_072, 3_352_320_000_000, 52_428_800, 233_472, 232_448,
-        128, 1.98,
+        128, 1.98, 989e12,
     ),
     "h200": Chip(
-        "NVIDIA H200", (9, 0), True, 132, 151_397_597_184, 4_800_000_000_000, 52_428_800, 233_472, 232_448, 128, 1.98,
+        "NVIDIA H200", (9, 0), True, 132, 151_397_597_184, 4_800_000_000_000, 52_428_800, 233_472, 232_448,
+        128, 1.98, 989e12,
     ),
     "b200": Chip(
         "NVIDIA B200", (10, 0), True, 148, 191_514_411_008, 7_672_320_000_000, 132_644_864, 233_472, 232_448, 128,
-        1.965,
+        1.965, 2250e12,
     ),
 }  # fmt: skip
 
@@ -73,10 +87,11 @@ def gpu_devices(chip: str, count: int = 1) -> list[jax.Device]:
     return list(description.devices)
 
 
-def compiling_for(chip: str) -> contextlib.AbstractContextManager[object]:
-    """While entered, what is traced is for `chip`: kernels choose their tiles for it, and Pallas lowers for it."""
-    device = jax.sharding.AbstractDevice(CHIPS[chip].name, CHIPS[chip].cores, "gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+def compiling_for(device: jax.Device) -> contextlib.AbstractContextManager[object]:
+    """While entered, what is traced is for this one of `gpu_devices`: kernels choose tiles, Pallas lowers for it."""
+    [chip] = [chip for chip in CHIPS.values() if chip.name == device.device_kind]
+    abstract = jax.sharding.AbstractDevice(chip.name, chip.cores, "gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=abstract))
 
 
 def chip_in_use() -> Chip:

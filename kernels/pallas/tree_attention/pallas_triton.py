@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kernels.pallas.tree_attention.problem import Problem
-from kernels.pallas.tree_attention.tiles import TileConfig, prefix_splits, tile_config
+from kernels.pallas.tree_attention.problem import Problem, describe
+from kernels.pallas.tree_attention.tiles import TileConfig, choose_tiles
 from kernels.topology import chip_in_use
 
 NAME = "pallas_triton"
@@ -79,12 +79,9 @@ def attend(
         config, splits: tile sizes, and programs that share a prefix; chosen for the GPU in use by default.
         interpret: run as plain JAX operations, on any device.
     """
-    batch, nodes, heads, head_dim = query.shape
-    kv_heads, chip = key.shape[2], chip_in_use()
-    rows = nodes * heads // kv_heads
-    capacity = cache_key.shape[1] * (1 if page_table is None else page_table.shape[1])
-    config = config or tile_config(rows, head_dim, query.dtype, chip)
-    splits = splits or prefix_splits(pl.cdiv(rows, config.block_rows) * batch * kv_heads, capacity, config, chip)
+    problem = describe(query, key, value, cache_key, cache_value, lengths, mask, page_table)
+    config, shipped = choose_tiles(problem, chip_in_use(), config)
+    splits = splits or shipped
     arrays = (query, key, value, cache_key, cache_value, lengths, mask, page_table)
     return _attend(*arrays, scale=scale, config=config, splits=splits, interpret=interpret)
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kernels.pallas.tree_attention.problem import Problem
 from kernels.topology import Chip
 
 
@@ -35,6 +36,19 @@ class TileConfig:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)}")
+
+
+def choose_tiles(problem: Problem, chip: Chip, config: TileConfig | None = None) -> tuple[TileConfig, int]:
+    """Tiles (`config`, or the shipped ones) and the programs that share a prefix, for `problem` on `chip`."""
+    rows = problem.nodes * problem.group
+    config = config or tile_config(rows, problem.head_dim, problem.dtype, chip)
+    programs = -(-rows // config.block_rows) * problem.batch * problem.kv_heads
+    return config, prefix_splits(programs, problem.capacity, config, chip)
+
+
+def programs_at_once(config: TileConfig, chip: Chip) -> int:
+    """How many programs the GPU runs side by side: their registers allow a core two of up to 4 warps, or one."""
+    return chip.cores * (2 if config.num_warps <= 4 else 1)
 
 
 def tile_config(rows: int, head_dim: int, dtype: jnp.dtype, chip: Chip) -> TileConfig:
@@ -67,7 +81,7 @@ def prefix_splits(programs: int, capacity: int, config: TileConfig, chip: Chip) 
     of a program), where the end of a share writes its rows, and the merge reads them, as float32. The fewest shares
     within a tenth of the best are taken, since each costs memory too.
     """
-    slots = chip.cores * (2 if config.num_warps <= 4 else 1)
+    slots = programs_at_once(config, chip)
     tiles = -(-capacity // config.block_keys)
 
     def cost(splits: int) -> float:
