@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import math
@@ -16,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jetspec_jax.cache import KVCache
 from jetspec_jax.config import DecoderConfig, HeadConfig, TargetConfig, default_target_layer_ids
 from jetspec_jax.decode import Drafter, LoopSpec, NoDrafter, decode, prefill
 from jetspec_jax.head import DraftHead
+from jetspec_jax.ops import argmax
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.target import TargetModel
 from jetspec_jax.tree import TreeShape
@@ -75,11 +76,7 @@ def plan_decode(
     model, drafter, state = _shapes(target, head, batch, capacity, tree, dtype, attention)
     spec = LoopSpec(tree, (target.vocab_size - 1,), Sampling().mode)
     args = (model, drafter, state, jax.ShapeDtypeStruct((), jnp.int32), Sampling().knobs)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=_sharding(device)), args)
-    with contextlib.nullcontext() if device is None else compiling_for(device):
-        traced = decode.trace(*args, spec=spec)
-        lowered = traced.lower() if device is None else traced.lower(lowering_platforms=("cuda",))
-    compiled = lowered.compile()
+    compiled = _compile(decode, args, device, spec=spec)
     memory = compiled.memory_analysis()
     cache = min(_bytes(leaf) for leaf in jax.tree.leaves(state.cache))
     return Plan(
@@ -89,6 +86,43 @@ def plan_decode(
         temporaries=memory.temp_size_in_bytes,
         copies=large_copies(compiled.as_text(), threshold or cache),
     )
+
+
+def plan_verify(
+    target: TargetConfig,
+    *,
+    batch: int,
+    capacity: int,
+    nodes: int,
+    device: jax.Device | None,
+    tap_ids: tuple[int, ...] = (),
+    dtype: jnp.dtype = jnp.bfloat16,
+    attention: Backend = "auto",
+) -> int:
+    """XLA's temporaries, in bytes, of one verify step: the target over `nodes` behind a cache, and its choices."""
+
+    def verify(model: TargetModel, tokens: jax.Array, cache: KVCache, lengths: jax.Array, mask: jax.Array) -> Any:
+        out = model(tokens, lengths[:, None] + tokens, cache, lengths, mask, tap_ids)
+        return argmax(model.logits(out.hidden)), out.taps, out.rows
+
+    args = (
+        jax.eval_shape(lambda: TargetModel(target, rngs=nnx.Rngs(0), dtype=dtype)),
+        jax.ShapeDtypeStruct((batch, nodes), jnp.int32),
+        jax.eval_shape(lambda: KVCache.zeros(target, batch, capacity, dtype, attention)),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        jax.ShapeDtypeStruct((batch, nodes, -(-nodes // 32)), jnp.uint32),
+    )
+    return _compile(jax.jit(verify), args, device).memory_analysis().temp_size_in_bytes
+
+
+def _compile(function: Any, args: Any, device: jax.Device | None, **static: Any) -> Any:
+    """`function` compiled for the shapes of `args` on `device`, from `gpu_devices`, or on this machine."""
+    sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), args)
+    if device is None:
+        return function.trace(*args, **static).lower().compile()
+    with compiling_for(device):
+        return function.trace(*args, **static).lower(lowering_platforms=("cuda",)).compile()
 
 
 def large_copies(text: str, threshold: int) -> list[str]:
@@ -127,10 +161,6 @@ def _shapes(
     return model, drafter, state
 
 
-def _sharding(device: jax.Device | None) -> jax.sharding.Sharding | None:
-    return None if device is None else jax.sharding.SingleDeviceSharding(device)
-
-
 def _bytes(leaf: Any) -> int:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return 8 * math.prod(leaf.shape)
@@ -152,6 +182,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=256, help="0 plans plain decoding")
     parser.add_argument("--tree-width", type=int, default=8)
     parser.add_argument("--attention", choices=BACKENDS, default="auto", help="default: a kernel where one serves")
+    parser.add_argument("--verify-step", action="store_true", help="plan one verify step in place of the whole loop")
     args = parser.parse_args()
     head = HEADS[args.model] if args.budget else None
     tree = TreeShape(args.budget, args.tree_width, head.block_size - 1) if head else TreeShape(0, 1, 0)
@@ -160,6 +191,14 @@ def main() -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    if args.verify_step:
+        sizes = {"batch": args.batch_size, "capacity": args.context, "nodes": tree.nodes}
+        taps = head.target_layer_ids if head else ()
+        options = {"device": device, "tap_ids": taps, "attention": args.attention}
+        temporaries = plan_verify(TARGETS[args.model], **sizes, **options)
+        print(json.dumps({"chip": args.chip, "model": args.model, **sizes, "attention": args.attention,
+                          "temporaries": temporaries}, indent=2))  # fmt: skip
+        return
     plan = plan_decode(
         TARGETS[args.model], head, batch=args.batch_size, capacity=args.context, tree=tree, device=device,
         attention=args.attention,

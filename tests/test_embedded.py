@@ -52,7 +52,7 @@ def test_the_kernel_gives_the_tokens_that_xla_gives():
     target = jetspec_jax.load_target()
     head = jetspec_jax.load_draft_head(target=target)
     prompt = jetspec_jax.chat_prompt(target, next(iter(held_out_prompts(1))))
-    options = {"budget": 16, "max_new_tokens": 40}
+    options = {"budget": 16, "max_new_tokens": 24}
     [xla], [pallas] = (
         jetspec_jax.generate(target, head, [prompt], attention=attention, **options) for attention in ("xla", "pallas")
     )

@@ -81,11 +81,9 @@ def inspect(problem: Problem, chip: str, config: TileConfig | None = None) -> Re
     attend = functools.partial(pallas_triton.attend, scale=problem.head_dim**-0.5, config=config, splits=splits)
     with tempfile.TemporaryDirectory() as dump:
         temporaries = _compile(attend, problem, device, dump)
-        files = {
-            path.name: path.read_text() for path in pathlib.Path(dump).iterdir() if path.suffix in (".ptx", ".txt")
-        }
-    [ptx] = [text for name, text in files.items() if name.endswith(".ptx") and ".entry tree_attention" in text]
-    [launches] = [text for name, text in files.items() if name.endswith("thunk_sequence.txt")]
+        assemblies = [path.read_text() for path in pathlib.Path(dump).glob("*.ptx")]
+        [launches] = [path.read_text() for path in pathlib.Path(dump).glob("*thunk_sequence.txt")]
+    [ptx] = [text for text in assemblies if ".entry tree_attention" in text]
     launch = re.search(r"tree_attention grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+).*shared_memory: (\d+)", launches)
     assert launch is not None, launches
     x, y, z, threads, shared = map(int, launch.groups())

@@ -56,7 +56,8 @@ def tile_config(rows: int, head_dim: int, dtype: jnp.dtype, chip: Chip) -> TileC
     if jnp.dtype(dtype) == jnp.float32:  # whole float32 products have no tensor cores: small tiles, all in registers
         config = TileConfig(16 if rows <= 16 else 32, 32, 8, 1)
     elif head_dim == 256:
-        config = TileConfig(16, 32, 4, 3) if rows <= 16 else TileConfig(64, 64, 8, 2)
+        wide = TileConfig(64, 64, 8, 2) if chip.shared_per_block >= 200_000 else TileConfig(64, 32, 8, 3)
+        config = TileConfig(16, 32, 4, 3) if rows <= 16 else wide
     elif rows <= 16:
         config = TileConfig(16, 64, 4, 3)
     elif rows <= 64:
@@ -71,7 +72,7 @@ def tile_config(rows: int, head_dim: int, dtype: jnp.dtype, chip: Chip) -> TileC
 def shared_bytes(config: TileConfig, head_dim: int, dtype: jnp.dtype) -> int:
     """Shared memory that a program takes at most: the query tile, keys and values in flight, and room to reduce."""
     in_flight = 2 * config.num_stages * config.block_keys
-    return (config.block_rows + in_flight) * head_dim * jnp.dtype(dtype).itemsize + 4096
+    return (config.block_rows + in_flight) * head_dim * jnp.dtype(dtype).itemsize + 3072
 
 
 def prefix_splits(programs: int, capacity: int, config: TileConfig, chip: Chip) -> int:
