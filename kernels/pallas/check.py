@@ -66,13 +66,16 @@ def random_arguments(problem: Problem, *, ragged: bool, seed: int = 0) -> Argume
         "mask": parents_mask(jnp.asarray(parents), nodes),
     }
     past = np.arange(capacity)[None, :, None, None] >= lengths[:, None, None, None]
-    rows = lambda: jnp.where(past, jnp.asarray(np.nan, dtype), normal(batch, capacity, kv_heads, head_dim))  # noqa: E731
+    names = ("cache_key", "cache_value")
+    caches = {
+        name: jnp.where(past, jnp.asarray(np.nan, dtype), normal(*past.shape[:2], kv_heads, head_dim)) for name in names
+    }
     if page_size is None:
-        return args | {"cache_key": rows(), "cache_value": rows()}
+        return args | caches
     table = rng.permutation(batch * capacity // page_size).astype(np.int32)
     place = jnp.asarray(np.argsort(table))
-    pool = lambda: rows().reshape(-1, page_size, kv_heads, head_dim)[place]  # noqa: E731
-    return args | {"cache_key": pool(), "cache_value": pool(), "page_table": jnp.asarray(table.reshape(batch, -1))}
+    pools = {name: x.reshape(-1, page_size, kv_heads, head_dim)[place] for name, x in caches.items()}
+    return args | pools | {"page_table": jnp.asarray(table.reshape(batch, -1))}
 
 
 def error(problem: Problem, backend: str, args: Arguments, expected: np.ndarray) -> float:
@@ -131,7 +134,8 @@ def compare(problems: list[Problem]) -> bool:
     right = True
     for problem in problems:
         args = random_arguments(problem, ragged=True)
-        expected = reference(**{name: np.asarray(x) for name, x in args.items()})
+        arrays: dict[str, Any] = {name: np.asarray(x) for name, x in args.items()}
+        expected = reference(**arrays)
         errors = {backend: error(problem, backend, args, expected) for backend in _BACKENDS}
         right &= all(value <= 1 for value in errors.values())
         told = ", ".join(f"{name} {value:.3f}{'' if value <= 1 else ' WRONG'}" for name, value in errors.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -88,7 +89,10 @@ def _include(
     state: Running | None, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, scale: float
 ) -> Running:
     """The running softmax after the given keys, where `visible` (broadcast to `[B, K, G * N, M]`)."""
-    scores = jnp.einsum("bknd,bmkd->bknm", query, key, preferred_element_type=jnp.float32) * scale
+    # Whole float32 products, also where accelerators would round their operands to fewer bits.
+    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
+    scores = einsum("bknd,bmkd->bknm", query, key) * scale
     scores = jnp.where(visible, scores, -jnp.inf)
     maximum = jnp.max(scores, axis=-1)
     if state is not None:
@@ -97,7 +101,7 @@ def _include(
     base = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
     weights = jnp.exp(scores - base[..., None])
     total = jnp.sum(weights, axis=-1)
-    values = jnp.einsum("bknm,bmkd->bknd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    values = einsum("bknm,bmkd->bknd", weights.astype(value.dtype), value)
     if state is not None:
         decay = jnp.exp(state.maximum - base)
         total = total + decay * state.total
