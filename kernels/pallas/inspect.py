@@ -150,7 +150,8 @@ def describe_report(problem: Problem, chip: str) -> str:
     [device] = gpu_devices(chip)
     plain = _compile(functools.partial(xla.attend, scale=problem.head_dim**-0.5), problem, device)
     fraction = design_fraction(problem, gpu, report.config, report.splits)
-    return f"""{gpu.name} ({gpu.architecture}), {problem.dtype}, {problem.page_size or "no"} pages
+    cache = "contiguous cache" if problem.page_size is None else f"pages of {problem.page_size}"
+    return f"""{gpu.name} ({gpu.architecture}), {problem.dtype}, {cache}
 tiles        {report.config.block_rows} rows x {report.config.block_keys} keys, {report.config.num_warps} warps, \
 {report.config.num_stages} stages; prefix in {report.splits} part(s)
 grid         {" x ".join(map(str, report.grid))} programs of {report.threads} threads
@@ -183,6 +184,28 @@ def table(chip: str) -> str:
     return "\n".join(lines)
 
 
+def compiled_table() -> str:
+    """What each shipped tile compiles to, for Qwen3-8B's heads at 4096 tokens, and for heads of 256; Markdown."""
+    lines = [
+        "| chip | dtype | head_dim | nodes | tiles | warps | stages | registers | spilled | shared |",
+        "|" + "---|" * 10,
+    ]
+    for chip in ("a100", "h100", "b200"):
+        for dtype, head_dim, nodes in (
+            ("bfloat16", 128, 1), ("bfloat16", 128, 16), ("bfloat16", 128, 256), ("bfloat16", 256, 1),
+            ("bfloat16", 256, 256), ("float32", 128, 1), ("float32", 128, 256),
+        ):  # fmt: skip
+            heads = 32 * 128 // head_dim
+            report = inspect(Problem(1, nodes, heads, 8, head_dim, 4096, None, jnp.dtype(dtype)), chip)
+            tiles = f"{report.config.block_rows} x {report.config.block_keys}"
+            cells = (
+                chip, dtype, head_dim, nodes, tiles, report.config.num_warps, report.config.num_stages,
+                report.registers, report.spilled, f"{report.shared / 1024:.1f} KiB",
+            )  # fmt: skip
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m kernels.pallas.inspect", description=__doc__)
@@ -196,11 +219,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--page-size", type=int, help="rows of a page; a contiguous cache by default")
     parser.add_argument("--table", action="store_true", help="only count, for Qwen3-8B at many sizes")
+    parser.add_argument("--compiled-table", action="store_true", help="only compile every shipped tile for three chips")
     args = parser.parse_args()
     heads = args.heads, args.kv_heads, args.head_dim
     problem = Problem(args.batch_size, args.nodes, *heads, args.context, args.page_size, jnp.dtype(args.dtype))
     try:
-        print(table(args.chip) if args.table else describe_report(problem, args.chip))
+        if args.table or args.compiled_table:
+            print(table(args.chip) if args.table else compiled_table())
+        else:
+            print(describe_report(problem, args.chip))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
