@@ -121,7 +121,7 @@ def _compile(function: Any, args: Any, device: jax.Device | None, **static: Any)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), args)
     if device is None:
         return function.trace(*args, **static).lower().compile()
-    with compiling_for(device):
+    with compiling_for(device.device_kind):
         return function.trace(*args, **static).lower(lowering_platforms=("cuda",)).compile()
 
 

@@ -87,9 +87,12 @@ def gpu_devices(chip: str, count: int = 1) -> list[jax.Device]:
     return list(description.devices)
 
 
-def compiling_for(device: jax.Device) -> contextlib.AbstractContextManager[object]:
-    """While entered, what is traced is for this one of `gpu_devices`: kernels choose tiles, Pallas lowers for it."""
-    [chip] = [chip for chip in CHIPS.values() if chip.name == device.device_kind]
+def compiling_for(kind: str) -> contextlib.AbstractContextManager[object]:
+    """While entered, what is traced and lowered is for this kind of GPU (the name of a chip, a device's `device_kind`).
+
+    Kernels choose their tiles for it, and Pallas, which from JAX 0.11 on wants to know a GPU, lowers for it.
+    """
+    [chip] = [chip for chip in CHIPS.values() if chip.name == kind]
     abstract = jax.sharding.AbstractDevice(chip.name, chip.cores, "gpu")
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=abstract))
 

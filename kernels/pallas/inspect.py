@@ -95,9 +95,10 @@ def inspect(problem: Problem, chip: str, config: TileConfig | None = None) -> Re
 def _compile(attend: Callable[..., jax.Array], problem: Problem, device: jax.Device, dump: str | None = None) -> int:
     """Compiles `attend` and gives XLA's temporaries in bytes; what XLA writes of its work goes to `dump`."""
     function = jax.jit(lambda arguments: attend(**arguments))
-    with compiling_for(device):
+    with compiling_for(device.device_kind):
         lowered = function.trace(abstract_arguments(problem, device)).lower(lowering_platforms=("cuda",))
-        compiled = lowered.compile(compiler_options=None if dump is None else {"xla_dump_to": dump})
+        options = None if dump is None else {"xla_dump_to": dump, "xla_dump_emitter_re": ".*"}
+        compiled = lowered.compile(compiler_options=options)
     return compiled.memory_analysis().temp_size_in_bytes
 
 
