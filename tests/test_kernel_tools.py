@@ -96,5 +96,11 @@ def test_a_gpu_older_than_ampere_is_declined_by_name(monkeypatch):
     assert pallas_triton.why_not(QWEN3) == ["Tesla V100 is older than Ampere (compute capability 8.0)"]
 
 
+def test_a_jax_without_the_triton_lowering_is_named(monkeypatch):
+    monkeypatch.setattr(pallas_triton, "plgpu", None)
+    [reason] = pallas_triton.why_not(QWEN3)
+    assert reason.endswith("has no Triton lowering")
+
+
 def test_without_a_gpu_tiles_are_an_h100s():
     assert chip_in_use() == CHIPS["h100"]

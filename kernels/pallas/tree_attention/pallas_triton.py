@@ -14,11 +14,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from kernels.pallas.tree_attention.problem import Problem, describe
 from kernels.pallas.tree_attention.tiles import TileConfig, choose_tiles
 from kernels.topology import chip_in_use
+
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError:  # deprecated since JAX 0.11: a later one may be without it
+    plgpu = None  # type: ignore[assignment]
 
 NAME = "pallas_triton"
 
@@ -39,6 +43,8 @@ class Running(NamedTuple):
 def why_not(problem: Problem) -> list[str]:
     """The reasons for which this kernel declines a problem; none if it serves it."""
     reasons = []
+    if plgpu is None:
+        reasons.append(f"JAX {jax.__version__} has no Triton lowering")
     if problem.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         reasons.append(f"dtype {problem.dtype} is not bfloat16, float16 or float32")
     if problem.head_dim not in (32, 64, 128, 256):
