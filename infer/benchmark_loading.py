@@ -98,8 +98,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.load:
         return _load(args.load)
-    sparse: dict[str, Any] = {"architecture": "Qwen3MoeForCausalLM", "num_experts": args.experts, "num_experts_per_tok": 8,
-              "moe_intermediate_size": 768}  # fmt: skip
+    sparse: dict[str, Any] = {
+        "architecture": "Qwen3MoeForCausalLM", "num_experts": args.experts, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }  # fmt: skip
     config = TargetConfig(**_SIZES, num_hidden_layers=args.layers, **(sparse if args.experts else {}))
     with tempfile.TemporaryDirectory() as name:
         directory = pathlib.Path(name)

@@ -17,10 +17,11 @@ import numpy as np
 import jetspec_jax
 from infer.display import Printer, legend, median_run, table
 from infer.prompts import Request, add_flags, read_prompt_file, read_requests, shown, thinking_mismatch, to_prompts
-from jetspec_jax.engine import METHODS, GenerationConfig, GenerationResult, prompt_ids, top_two_gap
+from jetspec_jax.engine import METHODS, GenerationConfig, GenerationResult, check_attention, prompt_ids, top_two_gap
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import EMBEDDED_HEAD, EMBEDDED_TARGET, Target
 from jetspec_jax.sharding import check_batch, describe
+from kernels.pallas.tree_attention import BACKENDS
 
 __all__ = ["main", "make_parser", "read_prompt_file"]
 
@@ -75,6 +76,13 @@ def make_parser() -> argparse.ArgumentParser:
     decoding.add_argument("--top-p", type=float, help=f"1 keeps all {sampling % 1}")
     decoding.add_argument("--min-p", type=float, help=f"0 keeps all {sampling % 0}")
     decoding.add_argument("--seed", type=int, default=defaults.seed, help="prompt i draws with seed + i")
+    decoding.add_argument(
+        "--attention",
+        choices=BACKENDS,
+        default=defaults.attention,
+        help="what computes attention: a Pallas kernel where one serves and XLA elsewhere, or one of them "
+        "(pallas is interpreted, and slow, on a CPU; default %(default)s)",
+    )
     decoding.add_argument("--batch-size", type=int, default=defaults.batch_size, help="prompts decoded together")
     decoding.add_argument(
         "--stop",
@@ -115,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = to_prompts(args, target, requests, config.max_new_tokens)
         if config.stop and target.tokenizer is None:
             raise ValueError(f"--stop needs a tokenizer, and {target.path} has none")
+        check_attention(target, head, config)
         mismatch = thinking_mismatch(args, target, head)
     except ValueError as error:
         _fail(str(error))

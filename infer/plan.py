@@ -15,13 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jetspec_jax.cache import KVCache
 from jetspec_jax.config import DecoderConfig, HeadConfig, TargetConfig, default_target_layer_ids
 from jetspec_jax.decode import Drafter, LoopSpec, NoDrafter, decode, prefill
 from jetspec_jax.head import DraftHead
+from jetspec_jax.ops import argmax
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.target import TargetModel
 from jetspec_jax.tree import TreeShape
-from kernels.topology import CHIPS, gpu_devices
+from kernels.pallas.tree_attention import BACKENDS, Backend
+from kernels.topology import CHIPS, compiling_for, gpu_devices
 
 _QWEN3_8B = DecoderConfig(
     vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
@@ -60,21 +63,20 @@ def plan_decode(
     tree: TreeShape,
     device: jax.Device | None,
     dtype: jnp.dtype = jnp.bfloat16,
+    attention: Backend = "auto",
     threshold: int | None = None,
 ) -> Plan:
     """Compiles `decode` from shapes alone.
 
     Args:
         device: from `gpu_devices`; None compiles for this machine.
+        attention: the backend of `tree_attention`.
         threshold: bytes from which a copy is listed; the smallest cache array by default.
     """
-    model, drafter, state = _shapes(target, head, batch, capacity, tree, dtype)
+    model, drafter, state = _shapes(target, head, batch, capacity, tree, dtype, attention)
     spec = LoopSpec(tree, (target.vocab_size - 1,), Sampling().mode)
     args = (model, drafter, state, jax.ShapeDtypeStruct((), jnp.int32), Sampling().knobs)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=_sharding(device)), args)
-    traced = decode.trace(*args, spec=spec)
-    lowered = traced.lower() if device is None else traced.lower(lowering_platforms=("cuda",))
-    compiled = lowered.compile()
+    compiled = _compile(decode, args, device, spec=spec)
     memory = compiled.memory_analysis()
     cache = min(_bytes(leaf) for leaf in jax.tree.leaves(state.cache))
     return Plan(
@@ -84,6 +86,43 @@ def plan_decode(
         temporaries=memory.temp_size_in_bytes,
         copies=large_copies(compiled.as_text(), threshold or cache),
     )
+
+
+def plan_verify(
+    target: TargetConfig,
+    *,
+    batch: int,
+    capacity: int,
+    nodes: int,
+    device: jax.Device | None,
+    tap_ids: tuple[int, ...] = (),
+    dtype: jnp.dtype = jnp.bfloat16,
+    attention: Backend = "auto",
+) -> int:
+    """XLA's temporaries, in bytes, of one verify step: the target over `nodes` behind a cache, and its choices."""
+
+    def verify(model: TargetModel, tokens: jax.Array, cache: KVCache, lengths: jax.Array, mask: jax.Array) -> Any:
+        out = model(tokens, lengths[:, None] + tokens, cache, lengths, mask, tap_ids)
+        return argmax(model.logits(out.hidden)), out.taps, out.rows
+
+    args = (
+        jax.eval_shape(lambda: TargetModel(target, rngs=nnx.Rngs(0), dtype=dtype)),
+        jax.ShapeDtypeStruct((batch, nodes), jnp.int32),
+        jax.eval_shape(lambda: KVCache.zeros(target, batch, capacity, dtype, attention)),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        jax.ShapeDtypeStruct((batch, nodes, -(-nodes // 32)), jnp.uint32),
+    )
+    return _compile(jax.jit(verify), args, device).memory_analysis().temp_size_in_bytes
+
+
+def _compile(function: Any, args: Any, device: jax.Device | None, **static: Any) -> Any:
+    """`function` compiled for the shapes of `args` on `device`, from `gpu_devices`, or on this machine."""
+    sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), args)
+    if device is None:
+        return function.trace(*args, **static).lower().compile()
+    with compiling_for(device.device_kind):
+        return function.trace(*args, **static).lower(lowering_platforms=("cuda",)).compile()
 
 
 def large_copies(text: str, threshold: int) -> list[str]:
@@ -98,7 +137,13 @@ def large_copies(text: str, threshold: int) -> list[str]:
 
 
 def _shapes(
-    target: TargetConfig, head: HeadConfig | None, batch: int, capacity: int, tree: TreeShape, dtype: jnp.dtype
+    target: TargetConfig,
+    head: HeadConfig | None,
+    batch: int,
+    capacity: int,
+    tree: TreeShape,
+    dtype: jnp.dtype,
+    attention: Backend,
 ) -> tuple[Any, Any, Any]:
     model = jax.eval_shape(lambda: TargetModel(target, rngs=nnx.Rngs(0), dtype=dtype))
     drafter: Drafter = NoDrafter()
@@ -108,14 +153,12 @@ def _shapes(
     tokens = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
     seeds = jax.ShapeDtypeStruct((batch,), jnp.uint32)
     state = jax.eval_shape(
-        lambda *x: prefill(*x, Sampling().knobs, eos_ids=(), mode=Sampling().mode, chunk=min(512, capacity)),
+        lambda *x: prefill(
+            *x, Sampling().knobs, eos_ids=(), mode=Sampling().mode, chunk=min(512, capacity), attention=attention
+        ),
         model, drafter, tokens, row, row, seeds,
     )  # fmt: skip
     return model, drafter, state
-
-
-def _sharding(device: jax.Device | None) -> jax.sharding.Sharding | None:
-    return None if device is None else jax.sharding.SingleDeviceSharding(device)
 
 
 def _bytes(leaf: Any) -> int:
@@ -138,6 +181,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="capacity of a row in tokens")
     parser.add_argument("--budget", type=int, default=256, help="0 plans plain decoding")
     parser.add_argument("--tree-width", type=int, default=8)
+    parser.add_argument("--attention", choices=BACKENDS, default="auto", help="default: a kernel where one serves")
+    parser.add_argument("--verify-step", action="store_true", help="plan one verify step in place of the whole loop")
     args = parser.parse_args()
     head = HEADS[args.model] if args.budget else None
     tree = TreeShape(args.budget, args.tree_width, head.block_size - 1) if head else TreeShape(0, 1, 0)
@@ -146,12 +191,21 @@ def main() -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    if args.verify_step:
+        sizes = {"batch": args.batch_size, "capacity": args.context, "nodes": tree.nodes}
+        taps = head.target_layer_ids if head else ()
+        options = {"device": device, "tap_ids": taps, "attention": args.attention}
+        temporaries = plan_verify(TARGETS[args.model], **sizes, **options)
+        print(json.dumps({"chip": args.chip, "model": args.model, **sizes, "attention": args.attention,
+                          "temporaries": temporaries}, indent=2))  # fmt: skip
+        return
     plan = plan_decode(
-        TARGETS[args.model], head, batch=args.batch_size, capacity=args.context, tree=tree, device=device
-    )
+        TARGETS[args.model], head, batch=args.batch_size, capacity=args.context, tree=tree, device=device,
+        attention=args.attention,
+    )  # fmt: skip
     total = plan.weights + plan.state + plan.temporaries
     print(json.dumps({"chip": args.chip, "model": args.model, "batch_size": args.batch_size, "context": args.context,
-                      "nodes": tree.nodes, **plan._asdict(), "total": total,
+                      "nodes": tree.nodes, "attention": args.attention, **plan._asdict(), "total": total,
                       "fits": total <= CHIPS[args.chip].memory}, indent=2))  # fmt: skip
 
 

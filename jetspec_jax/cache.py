@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jetspec_jax.config import DecoderConfig
 from jetspec_jax.layers import Attend, KeyValue
 from jetspec_jax.sharding import constrain, sharded, spec
-from kernels.pallas.tree_attention import tree_attention
+from kernels.pallas.tree_attention import Backend, tree_attention
 
 _AXES = ("batch", "kv_heads", None, None)
 
@@ -21,17 +22,21 @@ class KVCache:
     """Keys and values of committed tokens: per layer `[B, K, capacity, D]`.
 
     Heads before tokens: a head's keys lie together, as its product with the queries reads them. A layer's array is
-    passed whole to the attention, never sliced, so that no copy of it is made.
+    passed whole to the attention, never sliced, so that no copy of it is made. `attention`, which backend of
+    `tree_attention` reads it, is static: programs that take a cache are compiled for it.
     """
 
     layers: tuple[KeyValue, ...]
+    attention: Backend = dataclasses.field(default="auto", metadata={"static": True})
 
     @classmethod
-    def zeros(cls, config: DecoderConfig, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+    def zeros(
+        cls, config: DecoderConfig, batch: int, capacity: int, dtype: jnp.dtype, attention: Backend = "auto"
+    ) -> KVCache:
         """An empty cache for `batch` rows of up to `capacity` tokens."""
         shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
         empty = lambda: constrain(jnp.zeros(shape, dtype), *_AXES)  # noqa: E731
-        return cls(tuple(KeyValue(empty(), empty()) for _ in range(config.num_hidden_layers)))
+        return cls(tuple(KeyValue(empty(), empty()) for _ in range(config.num_hidden_layers)), attention)
 
     def append(self, rows: tuple[KeyValue, ...], lengths: jax.Array, count: jax.Array) -> KVCache:
         """The cache with the first `count[b]` of the new rows of each batch row at `lengths[b]` onwards.
@@ -44,7 +49,7 @@ class KVCache:
         index = row_index(lengths, count, rows[0].key.shape[1], self.layers[0].key.shape[2])
         inputs = spec(*_AXES), spec("batch", None, "kv_heads", None), spec("batch", None)
         write = sharded(_scatter, inputs, spec(*_AXES))
-        return jax.tree.map(lambda old, new: write(old, new, index), self, KVCache(rows))
+        return jax.tree.map(lambda old, new: write(old, new, index), self, KVCache(rows, self.attention))
 
 
 def _scatter(old: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
@@ -75,9 +80,13 @@ def gather_rows(rows: tuple[KeyValue, ...], index: jax.Array) -> tuple[KeyValue,
     return jax.tree.map(lambda x: x[batch, index], rows)
 
 
-def attend_to(layer: KeyValue, lengths: jax.Array, mask: jax.Array) -> Attend:
-    """Attention of a block to one layer's cached prefix and, under `mask`, to itself."""
+def attend_to(cache: KVCache, layer: KeyValue, lengths: jax.Array, mask: jax.Array) -> Attend:
+    """Attention of a block to the cached prefix in one layer of `cache` and, under `mask`, to itself."""
     heads, kv_heads = spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None)
     rows = spec("batch"), spec("batch" if mask.shape[0] > 1 else None)
-    attend = sharded(tree_attention, (heads, kv_heads, kv_heads, spec(*_AXES), spec(*_AXES), *rows), heads)
+    attend = sharded(
+        functools.partial(tree_attention, backend=cache.attention),
+        (heads, kv_heads, kv_heads, spec(*_AXES), spec(*_AXES), *rows),
+        heads,
+    )
     return lambda query, key, value: attend(query, key, value, layer.key, layer.value, lengths, mask)

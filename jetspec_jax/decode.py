@@ -19,7 +19,7 @@ from jetspec_jax.sampling import Knobs, Mode, Noise, choose
 from jetspec_jax.sharding import constrain
 from jetspec_jax.target import TargetModel, TargetOutput
 from jetspec_jax.tree import Children, ChildScorer, TreeShape, ancestors, build_tree
-from kernels.pallas.tree_attention import causal_mask, pack_mask
+from kernels.pallas.tree_attention import Backend, causal_mask, pack_mask
 
 
 class Drafter(Protocol):
@@ -30,8 +30,8 @@ class Drafter(Protocol):
         """Target layers whose outputs are the context's features."""
         ...
 
-    def new_context(self, batch: int, capacity: int, dtype: jnp.dtype) -> Any:
-        """An empty context, a pytree."""
+    def new_context(self, batch: int, capacity: int, dtype: jnp.dtype, attention: Backend = "auto") -> Any:
+        """An empty context, a pytree; its attention, if it has any, is to use this backend."""
         ...
 
     def extend_context(self, context: Any, taps: jax.Array, lengths: jax.Array, count: jax.Array) -> Any:
@@ -51,7 +51,7 @@ class NoDrafter:
 
     tap_ids: tuple[int, ...] = ()
 
-    def new_context(self, batch: int, capacity: int, dtype: jnp.dtype) -> None:
+    def new_context(self, batch: int, capacity: int, dtype: jnp.dtype, attention: Backend = "auto") -> None:
         """Nothing to keep."""
 
     def extend_context(self, context: None, taps: jax.Array, lengths: jax.Array, count: jax.Array) -> None:
@@ -116,7 +116,7 @@ class DecodeState:
     context: Any
 
 
-@functools.partial(jax.jit, static_argnames=("eos_ids", "mode", "chunk"))
+@functools.partial(jax.jit, static_argnames=("eos_ids", "mode", "chunk", "attention"))
 def prefill(
     target: TargetModel,
     drafter: Drafter,
@@ -129,6 +129,7 @@ def prefill(
     eos_ids: tuple[int, ...],
     mode: Mode,
     chunk: int,
+    attention: Backend = "auto",
 ) -> DecodeState:
     """Reads the prompts in chunks and chooses each row's first token.
 
@@ -141,11 +142,12 @@ def prefill(
         knobs, mode: see their classes.
         eos_ids: every id that ends a row.
         chunk: prompt tokens per forward.
+        attention: the backend of attention, here and in every round that takes the state.
     """
     batch, capacity = tokens.shape
     dtype = target.model.norm.weight[...].dtype
-    cache = KVCache.zeros(target.config, batch, capacity, dtype)
-    context = drafter.new_context(batch, capacity, dtype)
+    cache = KVCache.zeros(target.config, batch, capacity, dtype, attention)
+    context = drafter.new_context(batch, capacity, dtype, attention)
 
     def read(index: jax.Array, carry: tuple[KVCache, Any, jax.Array]) -> tuple[KVCache, Any, jax.Array]:
         cache, context, last = carry

@@ -22,7 +22,7 @@ from jetspec_jax.sharding import check_batch, place, use
 from jetspec_jax.target import TargetModel
 from jetspec_jax.text import TextStream, decode_tokens, decode_until
 from jetspec_jax.tree import TreeShape
-from kernels.pallas.tree_attention import causal_mask
+from kernels.pallas.tree_attention import BACKENDS, Backend, Problem, causal_mask, check_backend
 
 Method = Literal["jetspec", "chain", "ar"]
 METHODS: tuple[Method, ...] = ("jetspec", "chain", "ar")
@@ -41,6 +41,7 @@ class GenerationConfig:
     max_new_tokens: a cap on each text. temperature, top_k, top_p, min_p: see `Sampling`.
     seed: row i of the prompts draws with seed + i, whatever batch it is in.
     batch_size: prompts decoded together.
+    attention: `auto`, `pallas` (a kernel; interpreted, which is slow, on a CPU) or `xla`; see `tree_attention`.
     stop: texts that end an answer, wherever tokens part; special tokens have no text. See `TextStream`.
 
     Raises:
@@ -58,6 +59,7 @@ class GenerationConfig:
     seed: int = 0
     batch_size: int = 1
     stop: tuple[str, ...] = ()
+    attention: Backend = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
@@ -65,6 +67,8 @@ class GenerationConfig:
         object.__setattr__(self, "stop", tuple(self.stop))
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.attention not in BACKENDS:
+            raise ValueError(f"attention must be one of {', '.join(BACKENDS)}, got {self.attention!r}")
         for name in ("budget", "tree_width", "max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -170,6 +174,7 @@ def generate(
     if seeds is not None and len(seeds) != len(prompts):
         raise ValueError(f"seeds must be one a prompt: {len(seeds)} for {len(prompts)} prompts")
     draws = config.seed + np.arange(len(prompts)) if seeds is None else np.asarray(seeds)
+    check_attention(target, head, config)
     rows = [prompt_ids(target, prompt) for prompt in prompts]
     for index, row in enumerate(rows):
         check_prompt(row, target, config.max_new_tokens, f"prompt {index}")
@@ -205,6 +210,17 @@ def check_prompt(row: Sequence[int], target: Target, max_new_tokens: int, where:
             f"{where} has {len(row)} tokens, and with max_new_tokens {max_new_tokens} would reach "
             f"{len(row) + max_new_tokens}, over the model's limit of {limit}; shorten it or lower --max-new-tokens"
         )
+
+
+def check_attention(target: Target, head: DraftHead | None, config: GenerationConfig) -> None:
+    """Raises ValueError, with every reason, where `config.attention` forces a kernel that cannot serve the models."""
+    if config.attention != "pallas":
+        return
+    nodes = max(_MAX_CHUNK, config.budget + 1 if config.method == "jetspec" else 1)
+    dtype = target.model.model.norm.weight[...].dtype
+    for model in (target.config, *([] if head is None else [head.config])):
+        heads = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+        check_backend(Problem(config.batch_size, nodes, *heads, _MIN_CAPACITY, None, dtype), config.attention)
 
 
 def bucket(size: int) -> int:
@@ -259,7 +275,7 @@ def _run(
 
     by_row = [place(x, target.mesh, "batch") for x in (tokens, lengths, limits, seeds)]
     inputs = (target.model, drafter, *by_row, sampling.knobs)
-    static = {"eos_ids": spec.eos_ids, "mode": spec.mode, "chunk": chunk}
+    static = {"eos_ids": spec.eos_ids, "mode": spec.mode, "chunk": chunk, "attention": config.attention}
     stops = _StopTexts(target, config.stop, config.batch_size)
     if rounds_per_call is None and config.stop:
         rounds_per_call = _ROUNDS_PER_STOP_CHECK

@@ -12,7 +12,7 @@ from jetspec_jax.layers import Attend, DecoderLayer, KeyValue, Linear, RMSNorm
 from jetspec_jax.rope import Rope, rope_at
 from jetspec_jax.target import TargetModel
 from jetspec_jax.tree import ChildScorer, slot_scorer
-from kernels.pallas.tree_attention import causal_mask, full_mask
+from kernels.pallas.tree_attention import Backend, causal_mask, full_mask
 
 
 class DraftHead(nnx.Module):
@@ -53,9 +53,9 @@ class DraftHead(nnx.Module):
         """The target layers whose outputs are the context."""
         return self.config.target_layer_ids
 
-    def new_context(self, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+    def new_context(self, batch: int, capacity: int, dtype: jnp.dtype, attention: Backend = "auto") -> KVCache:
         """An empty cache of projected context."""
-        return KVCache.zeros(self.config, batch, capacity, dtype)
+        return KVCache.zeros(self.config, batch, capacity, dtype, attention)
 
     def extend_context(self, context: KVCache, taps: jax.Array, lengths: jax.Array, count: jax.Array) -> KVCache:
         """The context with the first `count[b]` of `taps` `[B, N, T * E]` at `lengths[b]` onwards."""
@@ -81,7 +81,7 @@ class DraftHead(nnx.Module):
         slots = embedded.shape[1]
         positions = lengths[:, None] + jnp.arange(slots, dtype=lengths.dtype)[None]
         mask = causal_mask(slots) if self.config.causal_head else full_mask(slots)
-        attends = [attend_to(layer, lengths, mask) for layer in cache.layers]
+        attends = [attend_to(cache, layer, lengths, mask) for layer in cache.layers]
         return self.run(embedded, rope_at(positions, self.config), attends)
 
     def run(self, x: jax.Array, rope: Rope, attends: list[Attend]) -> jax.Array:

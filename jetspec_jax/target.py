@@ -96,7 +96,7 @@ class TargetModel(nnx.Module):
         return self.run(
             self.embed(tokens),
             rope_at(positions, self.config),
-            [attend_to(layer, lengths, mask) for layer in cache.layers],
+            [attend_to(cache, layer, lengths, mask) for layer in cache.layers],
             tap_ids,
         )
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jetspec_jax.ops import top_k
-from kernels.pallas.tree_attention import pack_mask
+from kernels.pallas.tree_attention import masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,16 +145,9 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def ancestors(tree: Tree, depth: int) -> jax.Array:
     """Boolean `[B, N, N]`: whether node j is node i or an ancestor of it, in trees of at most `depth` levels."""
-    nodes = tree.tokens.shape[1]
-    rows = jnp.arange(tree.tokens.shape[0])[:, None]
-    seen = jnp.broadcast_to(jnp.eye(nodes, dtype=bool)[None], (*tree.tokens.shape, nodes))
-    jump = tree.parents
-    for _ in range(depth.bit_length()):  # pointer doubling: each step sees twice as many ancestors
-        seen = seen | seen[rows, jump]
-        jump = jump[rows, jump]
-    return seen
+    return masks.ancestors(tree.parents, depth)
 
 
 def ancestor_mask(tree: Tree, depth: int) -> jax.Array:
     """`ancestors` as packed bits `uint32[B, N, ceil(N / 32)]`, the verify forward's mask."""
-    return pack_mask(ancestors(tree, depth))
+    return masks.parents_mask(tree.parents, depth)

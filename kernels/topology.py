@@ -7,6 +7,7 @@ over any number of GPUs, and cannot run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ import jax
 class Chip(NamedTuple):
     """What XLA must know of a GPU. Sizes in bytes, bandwidth in bytes/s, clock in GHz.
 
-    `accelerated` says whether the architecture has instructions of its own (sm_90a, sm_100a).
+    `accelerated` says whether the architecture has instructions of its own (sm_90a, sm_100a); `tensor` is for us: the
+    data sheet's dense bfloat16 FLOP/s.
     """
 
     name: str
@@ -30,23 +32,36 @@ class Chip(NamedTuple):
     shared_per_block: int
     fpus_per_core: int
     clock: float
+    tensor: float
+
+    @property
+    def architecture(self) -> str:
+        """As compilers call it: sm_80, sm_90a."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}" + ("a" if self.accelerated else "")
+
+    @property
+    def float32(self) -> float:
+        """Float32 FLOP/s outside tensor cores."""
+        return 2e9 * self.cores * self.fpus_per_core * self.clock
 
 
 CHIPS = {
     "a100": Chip(
         "NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 85_100_068_864, 2_039_040_000_000, 41_943_040, 167_936, 166_912,
-        64, 1.41,
+        64, 1.41, 312e12,
     ),
     "h100": Chip(
         "NVIDIA H100 80GB HBM3", (9, 0), True, 132, 84_942_979_072, 3_352_320_000_000, 52_428_800, 233_472, 232_448,
-        128, 1.98,
+        128, 1.98, 989e12,
     ),
     "h200": Chip(
-        "NVIDIA H200", (9, 0), True, 132, 151_397_597_184, 4_800_000_000_000, 52_428_800, 233_472, 232_448, 128, 1.98,
+        "NVIDIA H200", (9, 0), True, 132, 151_397_597_184, 4_800_000_000_000, 52_428_800, 233_472, 232_448,
+        128, 1.98, 989e12,
     ),
     "b200": Chip(
         "NVIDIA B200", (10, 0), True, 148, 191_514_411_008, 7_672_320_000_000, 132_644_864, 233_472, 232_448, 128,
-        1.965,
+        1.965, 2250e12,
     ),
 }  # fmt: skip
 
@@ -70,6 +85,43 @@ def gpu_devices(chip: str, count: int = 1) -> list[jax.Device]:
     except RuntimeError as error:
         raise ValueError(f"cannot describe GPUs: {error}; install the extra: pip install -e '.[plan]'") from None
     return list(description.devices)
+
+
+def compiling_for(kind: str) -> contextlib.AbstractContextManager[object]:
+    """While entered, what is traced and lowered is for this kind of GPU (the name of a chip, a device's `device_kind`).
+
+    Kernels choose their tiles for it, and Pallas, which from JAX 0.11 on wants to know a GPU, lowers for it.
+    """
+    [chip] = [chip for chip in CHIPS.values() if chip.name == kind]
+    abstract = jax.sharding.AbstractDevice(chip.name, chip.cores, "gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=abstract))
+
+
+def chip_in_use() -> Chip:
+    """The GPU that is being traced for: `compiling_for`'s, else this machine's, else an H100."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None and described.platform == "gpu":
+        known = [chip for chip in CHIPS.values() if chip.name == described.device_kind]
+        if known:
+            return known[0]
+    if jax.default_backend() == "gpu":
+        return _described(jax.devices()[0])
+    return CHIPS["h100"]
+
+
+def _described(device: jax.Device) -> Chip:
+    """A GPU of this machine; of one that is not in `CHIPS`, what it says of itself."""
+    for chip in CHIPS.values():
+        if chip.name == device.device_kind:
+            return chip
+    major, _, minor = str(device.compute_capability).partition(".")
+    like = CHIPS["a100"]
+    return like._replace(
+        name=device.device_kind,
+        capability=(int(major), int(minor)),
+        cores=device.core_count,
+        shared_per_block=getattr(device, "shared_memory_per_block_optin", like.shared_per_block),
+    )
 
 
 def _target_config(chip: Chip) -> str:

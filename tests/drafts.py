@@ -65,7 +65,7 @@ class InjectedDraft:
     features: int = dataclasses.field(metadata={"static": True})
     depth: int = dataclasses.field(default=15, metadata={"static": True})
 
-    def new_context(self, batch: int, capacity: int, dtype: jnp.dtype) -> jax.Array:
+    def new_context(self, batch: int, capacity: int, dtype: jnp.dtype, attention: str = "auto") -> jax.Array:
         """Room for the taps `[B, L, T * E]` themselves, which tests compare with a fresh prefill's."""
         return jnp.zeros((batch, capacity, self.features), dtype)
 
@@ -141,7 +141,7 @@ class TableDraft:
     table: jax.Array
     tap_ids: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
-    def new_context(self, batch: int, capacity: int, dtype: jnp.dtype) -> None:
+    def new_context(self, batch: int, capacity: int, dtype: jnp.dtype, attention: str = "auto") -> None:
         """Nothing to keep."""
 
     def extend_context(self, context: None, taps: jax.Array, lengths: jax.Array, count: jax.Array) -> None:

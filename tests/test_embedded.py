@@ -47,6 +47,19 @@ def test_a_round_commits_many_tokens(answers):
     assert sum(sum(r.accepted_lengths) for r in drafted) / sum(r.rounds for r in drafted) >= 9
 
 
+def test_the_kernel_gives_the_tokens_that_xla_gives():
+    """Prefill, draft and verify with the Pallas kernel, interpreted where there is no GPU: the same text and rounds."""
+    target = jetspec_jax.load_target()
+    head = jetspec_jax.load_draft_head(target=target)
+    prompt = jetspec_jax.chat_prompt(target, next(iter(held_out_prompts(1))))
+    options = {"budget": 16, "max_new_tokens": 24}
+    [xla], [pallas] = (
+        jetspec_jax.generate(target, head, [prompt], attention=attention, **options) for attention in ("xla", "pallas")
+    )
+    assert pallas.token_ids == xla.token_ids
+    assert pallas.accepted_lengths == xla.accepted_lengths
+
+
 def test_the_head_is_stamped_with_how_it_was_trained():
     """Block size, causality and mixed fill are in the exported config."""
     config = jetspec_jax.load_draft_head(EMBEDDED_HEAD).config

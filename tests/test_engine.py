@@ -271,6 +271,12 @@ REFUSED = {
     "top_k": (PROMPTS, {"top_k": -1}, ["top_k"]),
     "top_p": (PROMPTS, {"top_p": 0.0}, ["top_p"]),
     "min_p": (PROMPTS, {"min_p": 1.5}, ["min_p"]),
+    "attention": (PROMPTS, {"attention": "flash"}, ["attention", "auto, pallas, xla", "flash"]),
+    "attention that cannot serve": (
+        PROMPTS,
+        {"attention": "pallas", "budget": 600},
+        ["head_dim 8", "601 nodes", "xla"],
+    ),
 }
 
 

@@ -125,6 +125,7 @@ REFUSED = {
     "batch size": (WHOLE, (*IDS, "--batch-size", "0"), ["batch_size", "at least 1", "0"]),
     "temperature": (WHOLE, (*IDS, "--temperature", "-1"), ["temperature", "-1"]),
     "top-p": (WHOLE, (*IDS, "--top-p", "0"), ["top_p", "(0, 1]"]),
+    "attention": (WHOLE, (*IDS, "--attention", "pallas"), ["no Pallas kernel", "head_dim 8"]),
     "repeats": (WHOLE, (*IDS, "--repeats", "0"), ["--repeats", "at least 1"]),
     "missing file": (WHOLE, ("--prompts", "{root}/missing.jsonl"), ["missing.jsonl", "cannot be read"]),
     "no JSON": (WHOLE, ("--prompts", "{root}/broken.jsonl"), ["broken.jsonl:3: ", '{"prompt": TEXT}']),

@@ -31,5 +31,27 @@ def full_mask(nodes: int) -> jax.Array:
     return pack_mask(jnp.ones((1, nodes, nodes), bool))
 
 
+def ancestors(parents: jax.Array, depth: int) -> jax.Array:
+    """Boolean `[B, N, N]`: whether node j is node i or an ancestor of it.
+
+    Args:
+        parents: int32 `[B, N]`, node indices; a root is its own parent.
+        depth: of the deepest node at most, the root's being 0.
+    """
+    batch, nodes = parents.shape
+    rows = jnp.arange(batch)[:, None]
+    seen = jnp.broadcast_to(jnp.eye(nodes, dtype=bool)[None], (batch, nodes, nodes))
+    jump = parents
+    for _ in range(depth.bit_length()):  # pointer doubling: each step sees twice as many ancestors
+        seen = seen | seen[rows, jump]
+        jump = jump[rows, jump]
+    return seen
+
+
+def parents_mask(parents: jax.Array, depth: int) -> jax.Array:
+    """`ancestors` as packed bits: the mask `[B, N, words]` under which every node sees its path from the root."""
+    return pack_mask(ancestors(parents, depth))
+
+
 def _bit_index(words: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from kernels.pallas.tree_attention.masks import unpack_mask
 
@@ -35,12 +37,14 @@ def attend(
     cache_value: jax.Array,
     lengths: jax.Array,
     mask: jax.Array,
+    page_table: jax.Array | None = None,
     *,
     scale: float,
 ) -> jax.Array:
     """See `tree_attention`; arguments are already checked."""
     batch, nodes, heads, head_dim = query.shape
-    kv_heads, capacity = cache_key.shape[1:3]
+    kv_heads, size = cache_key.shape[1:3]
+    capacity = size if page_table is None else page_table.shape[1] * size
     group = heads // kv_heads
     grouped = query.reshape(batch, nodes, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, group * nodes, head_dim)
@@ -50,14 +54,15 @@ def attend(
     def include_chunk(index: jax.Array | int, state: Running, size: int) -> Running:
         # The last chunk is moved back to fit; the rows that it repeats are masked by `start`.
         start = jnp.minimum(index * size, capacity - size)
-        keys = jax.lax.dynamic_slice_in_dim(cache_key, start, size, axis=2)
-        values = jax.lax.dynamic_slice_in_dim(cache_value, start, size, axis=2)
+        keys, values = (_rows(cache, page_table, start, size) for cache in (cache_key, cache_value))
         rows = start + jnp.arange(size)
         live = (rows >= index * size)[None] & (rows[None] < lengths[:, None])
         values = jnp.where(live[:, None, :, None], values, jnp.zeros((), values.dtype))
         return _include(state, grouped, keys, values, live[:, None, None], scale)
 
     size = chunk_size(capacity)
+    if page_table is not None:  # whole pages, which a last chunk that is moved back keeps
+        size = min(capacity, -(-size // cache_key.shape[2]) * cache_key.shape[2])
     if size == capacity:
         state = include_chunk(0, state, size)
     else:
@@ -68,11 +73,26 @@ def attend(
     return out.reshape(query.shape).astype(query.dtype)
 
 
+def _rows(cache: jax.Array, page_table: jax.Array | None, start: jax.Array, size: int) -> jax.Array:
+    """Prefix rows `[B, K, size, D]` from `start` on; with pages, both are multiples of their size."""
+    if page_table is None:
+        rows = jax.lax.dynamic_slice_in_dim(cache, start, size, axis=2)
+        # XLA would else choose the products' own layout for the whole cache, and copy all of it before the loop.
+        return with_layout_constraint(rows, Layout(major_to_minor=(0, 1, 2, 3)))
+    page_size = cache.shape[2]
+    pages = jax.lax.dynamic_slice_in_dim(page_table, start // page_size, size // page_size, axis=1)
+    rows = cache.at[pages].get(mode="clip")  # entries past a row's length may be anything
+    return rows.swapaxes(1, 2).reshape(pages.shape[0], cache.shape[1], size, cache.shape[3])
+
+
 def _include(
     state: Running | None, query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, scale: float
 ) -> Running:
     """The running softmax after keys and values `[B, K, M, D]`, where `visible` (broadcast to `[B, K, G * N, M]`)."""
-    scores = jnp.einsum("bknd,bkmd->bknm", query, key, preferred_element_type=jnp.float32) * scale
+    # Whole float32 products, also where accelerators would round their operands to fewer bits.
+    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
+    scores = einsum("bknd,bkmd->bknm", query, key) * scale
     scores = jnp.where(visible, scores, -jnp.inf)
     maximum = jnp.max(scores, axis=-1)
     if state is not None:
@@ -81,7 +101,7 @@ def _include(
     base = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
     weights = jnp.exp(scores - base[..., None])
     total = jnp.sum(weights, axis=-1)
-    values = jnp.einsum("bknm,bkmd->bknd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    values = einsum("bknm,bkmd->bknd", weights.astype(value.dtype), value)
     if state is not None:
         decay = jnp.exp(state.maximum - base)
         total = total + decay * state.total
