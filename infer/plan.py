@@ -1,50 +1,45 @@
-"""`python -m infer.plan`: compiles the decode loop for a GPU that need not be there, and prints the memory it takes."""
+"""`python -m infer.plan`: compiles the steps of generation for GPUs that need not be there, and prints their memory."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import json
 import math
 import re
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jetspec_jax.cache import KVCache
-from jetspec_jax.config import DecoderConfig, HeadConfig, TargetConfig, default_target_layer_ids
+from jetspec_jax.checkpoint import parameter_name
+from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.decode import Drafter, LoopSpec, NoDrafter, decode, prefill
 from jetspec_jax.head import DraftHead
 from jetspec_jax.ops import argmax
 from jetspec_jax.sampling import Sampling
+from jetspec_jax.shapes import TARGETS, head_shape
+from jetspec_jax.sharding import describe, make_mesh, misfits, parameter_spec, spec, use
 from jetspec_jax.target import TargetModel
 from jetspec_jax.tree import TreeShape
 from kernels.pallas.tree_attention import BACKENDS, Backend
 from kernels.topology import CHIPS, compiling_for, gpu_devices
 
-_QWEN3_8B = DecoderConfig(
-    vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
-    num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
-)  # fmt: skip
-TARGETS = {"qwen3-8b": TargetConfig(**dataclasses.asdict(_QWEN3_8B))}
-HEADS = {
-    "qwen3-8b": HeadConfig(
-        **(dataclasses.asdict(_QWEN3_8B) | {"num_hidden_layers": 5}),
-        block_size=16, num_target_layers=36, mask_token_id=151_669, causal_head=True,
-        target_layer_ids=default_target_layer_ids(36, 5),
-    )
-}  # fmt: skip
+Where: TypeAlias = jax.Device | Mesh | None
+"""What to compile for: a device or a mesh of `gpu_devices`, or (None) this machine."""
 
 
 class Plan(NamedTuple):
-    """Bytes of one compiled decode loop, and the copies inside it.
+    """Bytes of one compiled step on each device, and the copies inside its loop.
 
-    weights, state: arguments. aliased: of the state, updated in place. temporaries: XLA's scratch at its peak.
-    copies: "dtype[shape]" of each copy, inside the loop, of at least `threshold` bytes.
+    weights, state: arguments, or for prefill its result. aliased: of the state, updated in place. temporaries: XLA's
+    scratch at its peak. copies: "dtype[shape]" of each copy, inside the loop, of at least a cache array's bytes or of a
+    weight's shape.
     """
 
     weights: int
@@ -53,39 +48,54 @@ class Plan(NamedTuple):
     temporaries: int
     copies: list[str]
 
+    @property
+    def total(self) -> int:
+        """What the step needs of a device's memory."""
+        return self.weights + self.state + self.temporaries
 
-def plan_decode(
+
+def plan_steps(
     target: TargetConfig,
     head: HeadConfig | None,
     *,
     batch: int,
     capacity: int,
     tree: TreeShape,
-    device: jax.Device | None,
+    device: Where,
     dtype: jnp.dtype = jnp.bfloat16,
     attention: Backend = "auto",
-    threshold: int | None = None,
-) -> Plan:
-    """Compiles `decode` from shapes alone.
+    steps: tuple[str, ...] = ("prefill", "decode"),
+) -> dict[str, Plan]:
+    """Compiles prefill of full rows, and the decode loop, from shapes alone.
 
     Args:
-        device: from `gpu_devices`; None compiles for this machine.
+        head: None plans plain decoding, with a `tree` of the root alone.
+        device: what to compile for.
         attention: the backend of `tree_attention`.
-        threshold: bytes from which a copy is listed; the smallest cache array by default.
+        steps: which plans are wanted; on a mesh, "decode" needs prefill compiled too.
     """
-    model, drafter, state = _shapes(target, head, batch, capacity, tree, dtype, attention)
-    spec = LoopSpec(tree, (target.vocab_size - 1,), Sampling().mode)
-    args = (model, drafter, state, jax.ShapeDtypeStruct((), jnp.int32), Sampling().knobs)
-    compiled = _compile(decode, args, device, spec=spec)
-    memory = compiled.memory_analysis()
-    cache = min(_bytes(leaf) for leaf in jax.tree.leaves(state.cache))
-    return Plan(
-        weights=sum(map(_bytes, jax.tree.leaves((model, drafter)))),
-        state=sum(map(_bytes, jax.tree.leaves(state))),
-        aliased=memory.alias_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        copies=large_copies(compiled.as_text(), threshold or cache),
-    )
+    drafter: Drafter = NoDrafter()
+    model = _abstract(TargetModel, target, device, dtype)
+    if head is not None:
+        drafter = _abstract(DraftHead, head, device, dtype)
+    row, seeds = (_on(jax.ShapeDtypeStruct((batch,), kind), device, "batch") for kind in (jnp.int32, jnp.uint32))
+    tokens = _on(jax.ShapeDtypeStruct((batch, capacity), jnp.int32), device, "batch", None)
+    mode, knobs = Sampling().mode, jax.tree.map(lambda x: _on(x, device), Sampling().knobs)
+    options = {"eos_ids": (), "mode": mode, "chunk": min(512, capacity), "attention": attention}
+    args = (model, drafter, tokens, row, row, seeds, knobs)
+    plans = {}
+    if "prefill" in steps or isinstance(device, Mesh):
+        compiled = _compile(prefill, args, device, **options)
+        state = compiled.out_info
+        plans["prefill"] = _plan(compiled, (model, drafter), state)
+    else:
+        shapes = jax.eval_shape(lambda *x: prefill(*x, **options), *args)
+        state = jax.tree.map(lambda x: _on(x, device), shapes)
+    if "decode" in steps:
+        loop = (model, drafter, state, _on(jax.ShapeDtypeStruct((), jnp.int32), device), knobs)
+        compiled = _compile(decode, loop, device, spec=LoopSpec(tree, (target.vocab_size - 1,), mode))
+        plans["decode"] = _plan(compiled, (model, drafter), state)
+    return {name: plans[name] for name in steps}
 
 
 def plan_verify(
@@ -94,77 +104,102 @@ def plan_verify(
     batch: int,
     capacity: int,
     nodes: int,
-    device: jax.Device | None,
+    device: Where,
     tap_ids: tuple[int, ...] = (),
     dtype: jnp.dtype = jnp.bfloat16,
     attention: Backend = "auto",
-) -> int:
-    """XLA's temporaries, in bytes, of one verify step: the target over `nodes` behind a cache, and its choices."""
+) -> Plan:
+    """One verify step: the target over `nodes` behind a cache, and its choices. Its cache is not its to update."""
 
     def verify(model: TargetModel, tokens: jax.Array, cache: KVCache, lengths: jax.Array, mask: jax.Array) -> Any:
         out = model(tokens, lengths[:, None] + tokens, cache, lengths, mask, tap_ids)
         return argmax(model.logits(out.hidden)), out.taps, out.rows
 
-    args = (
-        jax.eval_shape(lambda: TargetModel(target, rngs=nnx.Rngs(0), dtype=dtype)),
-        jax.ShapeDtypeStruct((batch, nodes), jnp.int32),
-        jax.eval_shape(lambda: KVCache.zeros(target, batch, capacity, dtype, attention)),
-        jax.ShapeDtypeStruct((batch,), jnp.int32),
-        jax.ShapeDtypeStruct((batch, nodes, -(-nodes // 32)), jnp.uint32),
-    )
-    return _compile(jax.jit(verify), args, device).memory_analysis().temp_size_in_bytes
-
-
-def _compile(function: Any, args: Any, device: jax.Device | None, **static: Any) -> Any:
-    """`function` compiled for the shapes of `args` on `device`, from `gpu_devices`, or on this machine."""
-    sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), args)
-    if device is None:
-        return function.trace(*args, **static).lower().compile()
-    with compiling_for(device.device_kind):
-        return function.trace(*args, **static).lower(lowering_platforms=("cuda",)).compile()
+    model = _abstract(TargetModel, target, device, dtype)
+    caches = jax.eval_shape(lambda: KVCache.zeros(target, batch, capacity, dtype, attention))
+    caches = jax.tree.map(lambda x: _on(x, device, "batch", "kv_heads", None, None), caches)
+    tokens = _on(jax.ShapeDtypeStruct((batch, nodes), jnp.int32), device, "batch", None)
+    lengths = _on(jax.ShapeDtypeStruct((batch,), jnp.int32), device, "batch")
+    mask = _on(jax.ShapeDtypeStruct((batch, nodes, -(-nodes // 32)), jnp.uint32), device, "batch", None, None)
+    compiled = _compile(jax.jit(verify), (model, tokens, caches, lengths, mask), device)
+    return _plan(compiled, model, caches)
 
 
 def large_copies(text: str, threshold: int) -> list[str]:
     """Copies of at least `threshold` bytes in the computations of an optimised HLO module, entry excepted.
 
-    What the entry copies it copies once a call; everything else here belongs to the loop.
+    What the entry copies it copies once a call; everything else here belongs to the loop. A copy of a broadcast is how
+    a constant is written, and none.
     """
     inside = re.sub(r"^ENTRY .*?^}", "", text, flags=re.DOTALL | re.MULTILINE)
-    found = re.findall(r"= \(?(\w+)\[([\d,]*)\][^\n=]* copy(?:-start)?\(", inside)
+    found = re.findall(r"= \(?(\w+)\[([\d,]*)\][^\n=]* copy(?:-start)?\((?!%broadcast)", inside)
     sized = [(f"{dtype}[{dims}]", _hlo_bytes(dtype, dims)) for dtype, dims in found]
     return [name for name, size in sized if size >= threshold]
 
 
-def _shapes(
-    target: TargetConfig,
-    head: HeadConfig | None,
-    batch: int,
-    capacity: int,
-    tree: TreeShape,
-    dtype: jnp.dtype,
-    attention: Backend,
-) -> tuple[Any, Any, Any]:
-    model = jax.eval_shape(lambda: TargetModel(target, rngs=nnx.Rngs(0), dtype=dtype))
-    drafter: Drafter = NoDrafter()
-    if head is not None:
-        drafter = jax.eval_shape(lambda: DraftHead(head, rngs=nnx.Rngs(0), dtype=dtype))
-    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((batch, capacity), jnp.int32)
-    seeds = jax.ShapeDtypeStruct((batch,), jnp.uint32)
-    state = jax.eval_shape(
-        lambda *x: prefill(
-            *x, Sampling().knobs, eos_ids=(), mode=Sampling().mode, chunk=min(512, capacity), attention=attention
-        ),
-        model, drafter, tokens, row, row, seeds,
-    )  # fmt: skip
-    return model, drafter, state
+def _plan(compiled: Any, weights: Any, state: Any) -> Plan:
+    memory = compiled.memory_analysis()
+    caches = [_bytes(leaf) for leaf in jax.tree.leaves(state) if leaf.ndim == 4]
+    matrices = {_local_shape(leaf) for leaf in jax.tree.leaves(weights) if leaf.ndim > 1}
+    copied = large_copies(compiled.as_text(), 0)
+    large = large_copies(compiled.as_text(), min(caches))
+    large += [name for name in copied if name not in large and _dims(name) in matrices]
+    return Plan(
+        weights=sum(map(_bytes, jax.tree.leaves(weights))),
+        state=sum(map(_bytes, jax.tree.leaves(state))),
+        aliased=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        copies=large,
+    )
+
+
+def _compile(function: Any, args: Any, device: Where, **static: Any) -> Any:
+    """`function` compiled for the shapes of `args`, which say where they lie."""
+    if device is None:
+        return function.trace(*args, **static).lower().compile()
+    where: contextlib.AbstractContextManager[Any]
+    where = use(device) if isinstance(device, Mesh) else compiling_for(device.device_kind)
+    with where:
+        return function.trace(*args, **static).lower(lowering_platforms=("cuda",)).compile()
+
+
+def _abstract(kind: Any, config: Any, device: Where, dtype: jnp.dtype) -> Any:
+    """The shapes of a model's parameters, where they lie."""
+    shapes = jax.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0), dtype=dtype))
+
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not isinstance(device, Mesh):
+            return _on(leaf, device)
+        sharding = NamedSharding(device, parameter_spec(parameter_name(path)))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(place, shapes)
+
+
+def _on(leaf: Any, device: Where, *axes: str | None) -> jax.ShapeDtypeStruct:
+    """The shape of `leaf`, where an array with these logical axes lies."""
+    sharding: jax.sharding.Sharding | None = None
+    if isinstance(device, Mesh):
+        sharding = NamedSharding(device, spec(*axes))
+    elif device is not None:
+        sharding = SingleDeviceSharding(device)
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
 
 
 def _bytes(leaf: Any) -> int:
+    """Bytes of an array on each device."""
+    shape = _local_shape(leaf)
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return 8 * math.prod(leaf.shape)
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
+        return 8 * math.prod(shape)
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _local_shape(leaf: Any) -> tuple[int, ...]:
+    return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+
+
+def _dims(name: str) -> tuple[int, ...]:
+    return tuple(int(dim) for dim in name.partition("[")[2].rstrip("]").split(",") if dim)
 
 
 def _hlo_bytes(dtype: str, dims: str) -> int:
@@ -172,41 +207,52 @@ def _hlo_bytes(dtype: str, dims: str) -> int:
     return math.prod(int(d) for d in dims.split(",") if d) * (int(bits[0]) if bits else 8) // 8
 
 
-def main() -> None:
-    """The command."""
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m infer.plan", description=__doc__)
     parser.add_argument("--chip", choices=sorted(CHIPS), default="h100")
+    parser.add_argument("--mesh", default="data=1", help="devices, as infer.generate's (default %(default)s)")
     parser.add_argument("--model", choices=sorted(TARGETS), default="qwen3-8b")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096, help="capacity of a row in tokens")
     parser.add_argument("--budget", type=int, default=256, help="0 plans plain decoding")
     parser.add_argument("--tree-width", type=int, default=8)
     parser.add_argument("--attention", choices=BACKENDS, default="auto", help="default: a kernel where one serves")
-    parser.add_argument("--verify-step", action="store_true", help="plan one verify step in place of the whole loop")
-    args = parser.parse_args()
-    head = HEADS[args.model] if args.budget else None
+    parser.add_argument(
+        "--step",
+        choices=("prefill", "decode", "verify"),
+        nargs="+",
+        default=["prefill", "decode"],
+        help="reading prompts; the whole loop; one forward of the target over a tree (default: the first two)",
+    )
+    return parser
+
+
+def main() -> None:
+    """The command: a JSON object a step, and exit code 1 where one does not fit."""
+    args = _make_parser().parse_args()
+    target = TARGETS[args.model]
+    head = head_shape(target) if args.budget else None
     tree = TreeShape(args.budget, args.tree_width, head.block_size - 1) if head else TreeShape(0, 1, 0)
     try:
-        [device] = gpu_devices(args.chip)
+        mesh = make_mesh(args.mesh, gpu_devices(args.chip, 8))
+        if problems := misfits(target, mesh):
+            raise ValueError(f"{args.model} cannot be split over {describe(mesh.shape)}: {'; '.join(problems)}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    if args.verify_step:
-        sizes = {"batch": args.batch_size, "capacity": args.context, "nodes": tree.nodes}
+    device: Where = mesh if mesh.size > 1 else mesh.devices.flat[0]
+    sizes = {"batch": args.batch_size, "capacity": args.context, "device": device, "attention": args.attention}
+    steps = tuple(step for step in args.step if step != "verify")
+    plans = plan_steps(target, head, tree=tree, steps=steps, **sizes) if steps else {}
+    if "verify" in args.step:
         taps = head.target_layer_ids if head else ()
-        options = {"device": device, "tap_ids": taps, "attention": args.attention}
-        temporaries = plan_verify(TARGETS[args.model], **sizes, **options)
-        print(json.dumps({"chip": args.chip, "model": args.model, **sizes, "attention": args.attention,
-                          "temporaries": temporaries}, indent=2))  # fmt: skip
-        return
-    plan = plan_decode(
-        TARGETS[args.model], head, batch=args.batch_size, capacity=args.context, tree=tree, device=device,
-        attention=args.attention,
-    )  # fmt: skip
-    total = plan.weights + plan.state + plan.temporaries
-    print(json.dumps({"chip": args.chip, "model": args.model, "batch_size": args.batch_size, "context": args.context,
-                      "nodes": tree.nodes, "attention": args.attention, **plan._asdict(), "total": total,
-                      "fits": total <= CHIPS[args.chip].memory}, indent=2))  # fmt: skip
+        plans["verify"] = plan_verify(target, nodes=tree.nodes, tap_ids=taps, **sizes)
+    for step, plan in plans.items():
+        print(json.dumps({"step": step, "chip": args.chip, "mesh": describe(mesh.shape), "model": args.model,
+                          "batch_size": args.batch_size, "context": args.context, "nodes": tree.nodes,
+                          "attention": args.attention, **plan._asdict(), "total": plan.total,
+                          "fits": plan.total <= CHIPS[args.chip].memory}), flush=True)  # fmt: skip
+    raise SystemExit(any(plan.total > CHIPS[args.chip].memory for plan in plans.values()))
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def load_module(
         def read(path: tuple[Any, ...], leaf: Any) -> jax.Array:
             names = _tensor_names(path, leaf)
             parts = [(files[locations[name]], name) for name in names]
-            sharding = parameter_sharding(_parameter_name(path), mesh)
+            sharding = parameter_sharding(parameter_name(path), mesh)
             callback = functools.partial(_read_part, parts, leaf, dtype)
             # Waiting keeps a single tensor on the host.
             return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, sharding, callback))
@@ -187,7 +187,7 @@ def _check_mesh(config: DecoderConfig, directory: pathlib.Path, mesh: jax.shardi
         )
 
 
-def _parameter_name(path: tuple[Any, ...]) -> str:
+def parameter_name(path: tuple[Any, ...]) -> str:
     """`model.layers.0.mlp.up_proj.weight` for the key path of that parameter's array."""
     # The last key is the NNX variable's own "value".
     return ".".join(str(getattr(key, "name", getattr(key, "idx", key))) for key in path[:-1])
@@ -195,7 +195,7 @@ def _parameter_name(path: tuple[Any, ...]) -> str:
 
 def _tensor_names(path: tuple[Any, ...], leaf: Any) -> list[str]:
     """The tensors that a parameter is stored as: one, or one for each of a layer's experts."""
-    name = _parameter_name(path)
+    name = parameter_name(path)
     if leaf.ndim < 3:
         return [name]
     *module, layer, kind = name.split(".")

@@ -15,7 +15,7 @@ from flax import nnx
 import jetspec_jax
 import jetspec_jax.engine
 from infer.generate import main, read_prompt_file
-from infer.plan import large_copies, plan_decode
+from infer.plan import large_copies, plan_steps
 from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
 from jetspec_jax.target import TargetModel
@@ -304,17 +304,21 @@ def test_large_copies_are_those_outside_the_entry_from_the_threshold_on(threshol
     assert large_copies(HLO, threshold) == found
 
 
-def test_the_loop_on_this_machine_updates_its_state_in_place():
-    """All of the state is aliased, no copy in the loop is as large as a cache array, and arguments are counted."""
+def test_steps_on_this_machine_update_their_state_in_place():
+    """All of the state is aliased, no weight or cache array is copied in a loop, and arguments are counted."""
     target = TargetConfig(**SIZES, vocab_size=64, num_hidden_layers=2)
     head = HeadConfig(**SIZES, **HEAD, vocab_size=64, causal_head=True)
-    tree = TreeShape(8, 4, 3)
-    plan = plan_decode(target, head, batch=2, capacity=4096, tree=tree, device=None, dtype=jnp.float32)
+    sizes = {"batch": 2, "capacity": 4096, "device": None, "dtype": jnp.float32}
+    plans = plan_steps(target, head, tree=TreeShape(8, 4, 3), **sizes)
+    plan = plans["decode"]
     caches = 3 * 2 * (2 * 4096 * 2 * 8) * 4  # layers of target and head, keys and values
     rows = 2 * 4096 * (4 + 4 + 1)  # tokens, token_rounds, drafted
     assert caches + rows < plan.state < caches + rows + 100
     assert plan.aliased == plan.state
-    assert plan.copies == []
+    assert plan.copies == plans["prefill"].copies == []
     assert plan.temporaries < plan.state
     counted = jax.eval_shape(lambda: (TargetModel(target, rngs=nnx.Rngs(0)), DraftHead(head, rngs=nnx.Rngs(0))))
     assert plan.weights == sum(4 * leaf.size for leaf in jax.tree.leaves(counted))
+    plain = plan_steps(target, None, tree=TreeShape(0, 1, 0), **sizes)["decode"]
+    assert plain.aliased == plain.state
+    assert plain.copies == []

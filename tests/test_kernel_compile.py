@@ -46,7 +46,8 @@ VERIFY = """
 import json
 import jax
 import jax.numpy as jnp
-from infer.plan import TARGETS, HEADS, plan_verify
+from infer.plan import TARGETS, plan_verify
+from jetspec_jax.shapes import head_shape
 from jetspec_jax import cache
 from kernels.pallas.tree_attention import unpack_mask
 from kernels.topology import gpu_devices
@@ -64,10 +65,11 @@ def einsum_attention(query, key, value, cache_key, cache_value, lengths, mask, b
     return jnp.einsum("bkgnm,bmkd->bnkgd", weights, values).reshape(query.shape)
 
 [device] = gpu_devices("h100")
-sizes = dict(batch=1, capacity=32_768, nodes=256, device=device, tap_ids=HEADS["qwen3-8b"].target_layer_ids)
-found = {name: plan_verify(TARGETS["qwen3-8b"], **sizes, attention=name) for name in ("auto", "xla")}
+taps = head_shape(TARGETS["qwen3-8b"]).target_layer_ids
+sizes = dict(batch=1, capacity=32_768, nodes=256, device=device, tap_ids=taps)
+found = {name: plan_verify(TARGETS["qwen3-8b"], **sizes, attention=name).temporaries for name in ("auto", "xla")}
 cache.tree_attention = einsum_attention
-print(json.dumps(found | {"einsum": plan_verify(TARGETS["qwen3-8b"], **sizes)}))
+print(json.dumps(found | {"einsum": plan_verify(TARGETS["qwen3-8b"], **sizes).temporaries}))
 """
 
 

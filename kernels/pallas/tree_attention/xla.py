@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from kernels.pallas.tree_attention.masks import unpack_mask
 
@@ -76,9 +75,7 @@ def attend(
 def _rows(cache: jax.Array, page_table: jax.Array | None, start: jax.Array, size: int) -> jax.Array:
     """Prefix rows `[B, K, size, D]` from `start` on; with pages, both are multiples of their size."""
     if page_table is None:
-        rows = jax.lax.dynamic_slice_in_dim(cache, start, size, axis=2)
-        # XLA would else choose the products' own layout for the whole cache, and copy all of it before the loop.
-        return with_layout_constraint(rows, Layout(major_to_minor=(0, 1, 2, 3)))
+        return jax.lax.dynamic_slice_in_dim(cache, start, size, axis=2)
     page_size = cache.shape[2]
     pages = jax.lax.dynamic_slice_in_dim(page_table, start // page_size, size // page_size, axis=1)
     rows = cache.at[pages].get(mode="clip")  # entries past a row's length may be anything
