@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: generate test test-plan lint
+.PHONY: generate test test-plan test-torch lint
 
 generate: $(VENV)/installed
 	$(BIN)/python -m infer.generate --budget 256 --compare
@@ -14,6 +14,11 @@ test: $(VENV)/installed-test lint
 test-plan: $(VENV)/installed-test
 	$(BIN)/pip install --quiet --editable '.[test,plan]'
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_topology.py tests/test_kernel_compile.py
+
+# Compares with transformers on PyTorch, which nothing else needs.
+test-torch: $(VENV)/installed-test
+	$(BIN)/pip install --quiet torch==2.13.0
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_parity_live.py
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
