@@ -289,11 +289,17 @@ class HeadConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, data: dict[str, Any]) -> Self:
-        """As `DecoderConfig.from_hf`; the layout keys of `dflash_config` are required and checked."""
+        """As `DecoderConfig.from_hf`; the layout keys of `dflash_config` are required and checked.
+
+        vLLM's name for `causal_head`, `causal`, may stand beside it and must say the same.
+        """
         names = data.get("architectures") or ["(none)"]
         if names != ["DFlashDraftModel"]:
             raise ValueError(f"architecture {', '.join(names)} is not a draft head; expected DFlashDraftModel")
-        nested = data.get("dflash_config") or {}
+        nested = dict(data.get("dflash_config") or {})
+        mirror = nested.pop("causal", nested.get("causal_head"))
+        if mirror != nested.get("causal_head"):
+            raise ValueError(f"dflash_config says causal={mirror} and causal_head={nested.get('causal_head')}")
         unknown = sorted(set(nested) - set(cls._NESTED))
         if unknown:
             raise ValueError(f"unsupported fields in dflash_config: {', '.join(unknown)}")
@@ -301,10 +307,11 @@ class HeadConfig(DecoderConfig):
         return super().from_hf({**flat, **nested})
 
     def to_hf(self) -> dict[str, Any]:
-        """As `DecoderConfig.to_hf`, in the published layout of draft heads."""
+        """As `DecoderConfig.to_hf`, in the published layout of draft heads, with `causal` for vLLM."""
         flat = super().to_hf()
         nested = {name: flat.pop(name) for name in self._NESTED}
         nested["target_layer_ids"] = list(self.target_layer_ids)
+        nested["causal"] = self.causal_head
         return {
             "architectures": ["DFlashDraftModel"],
             **flat,

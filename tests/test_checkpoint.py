@@ -82,8 +82,9 @@ def edit(directory, **fields):
 
 
 def edit_layout(directory, **fields):
-    """Sets fields of the head's dflash_config; None removes one."""
-    layout = {**json.loads((directory / "config.json").read_text())["dflash_config"], **fields}
+    """Sets fields of the head's dflash_config; None removes one. vLLM's mirror of causal_head goes with it."""
+    mirror = {"causal": fields["causal_head"]} if "causal_head" in fields else {}
+    layout = {**json.loads((directory / "config.json").read_text())["dflash_config"], **mirror, **fields}
     edit(directory, dflash_config={k: v for k, v in layout.items() if v is not None})
 
 
@@ -203,7 +204,7 @@ def test_a_saved_head_is_read_back_to_the_byte(tmp_path, causal, dtype):
     assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.mlp.down_proj.weight"} <= set(stored)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["architectures"] == ["DFlashDraftModel"]
-    assert written["dflash_config"]["causal_head"] is causal
+    assert written["dflash_config"]["causal_head"] is written["dflash_config"]["causal"] is causal
 
 
 def test_the_requested_dtype_wins_over_the_files(target):
@@ -556,3 +557,12 @@ def test_files_are_marked_as_transformers_expects(saved):
     for name in ("target", "head"):
         with safe_open(saved / name / "model.safetensors", framework="flax") as file:
             assert file.metadata() == {"format": "pt"}
+
+
+def test_two_names_of_causality_that_disagree_are_refused(head):
+    """vLLM's `causal` beside `causal_head`; without it a head reads as before."""
+    edit_layout(head, causal=None)
+    assert load_head_model(head, None).config == HEAD
+    edit_layout(head, causal=False)
+    with pytest.raises(CheckpointError, match="dflash_config says causal=False and causal_head=True"):
+        load_head_model(head, None)
