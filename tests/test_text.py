@@ -144,7 +144,7 @@ def models(tmp_path_factory):
     words = model.lm_head.weight[...] * 4
     model.lm_head.weight[...] = words.at[np.asarray(dull)].set(0.0)
     save_target(root / "target", model, eos_token_ids=(2,), tokenizer=tokenizer())
-    save_draft_head(root / "head", random_module(DraftHead, head_config(vocab), 1))
+    save_draft_head(root / "head", random_module(DraftHead, head_config(vocab), 2))
     target = load_target(root / "target")
     return target, load_draft_head(root / "head", target)
 
