@@ -66,7 +66,9 @@ def plan_steps(
     attention: Backend = "auto",
     steps: tuple[str, ...] = ("prefill", "decode"),
 ) -> dict[str, Plan]:
-    """Compiles prefill of full rows, and the decode loop, from shapes alone.
+    """Compiles prefill of full rows, and the decode loop, from shapes alone; without end-of-sequence ids.
+
+    With ids a round writes its cache after its choices in any case; without, only the order that `ops.after` makes does.
 
     Args:
         head: None plans plain decoding, with a `tree` of the root alone.
@@ -93,7 +95,7 @@ def plan_steps(
         state = jax.tree.map(lambda x: _on(x, device), shapes)
     if "decode" in steps:
         loop = (model, drafter, state, _on(jax.ShapeDtypeStruct((), jnp.int32), device), knobs)
-        compiled = _compile(decode, loop, device, spec=LoopSpec(tree, (target.vocab_size - 1,), mode))
+        compiled = _compile(decode, loop, device, spec=LoopSpec(tree, (), mode))
         plans["decode"] = _plan(compiled, (model, drafter), state)
     return {name: plans[name] for name in steps}
 
