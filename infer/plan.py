@@ -68,7 +68,7 @@ def plan_steps(
 ) -> dict[str, Plan]:
     """Compiles prefill of full rows, and the decode loop, from shapes alone; without end-of-sequence ids.
 
-    With ids a round writes its cache after its choices in any case; without, only the order that `ops.after` makes does.
+    With ids a round writes its cache after its choices anyway; without, only the order that `ops.after` makes does.
 
     Args:
         head: None plans plain decoding, with a `tree` of the root alone.
