@@ -46,7 +46,9 @@ def target_shape(name: str) -> TargetConfig:
     raise ValueError(f"no shapes for the target {name!r}: give a directory with a config.json, or {', '.join(TARGETS)}")
 
 
-def head_shape(target: TargetConfig, num_hidden_layers: int = 5, block_size: int = 16) -> HeadConfig:
+def head_shape(
+    target: TargetConfig, num_hidden_layers: int = 5, block_size: int = 16, parent_rank: int = 0
+) -> HeadConfig:
     """A causal head in the shape of the target's own layers, as published ones are; its taps spaced by default."""
     shared = {field.name: getattr(target, field.name) for field in dataclasses.fields(DecoderConfig)}
     return HeadConfig(
@@ -55,5 +57,6 @@ def head_shape(target: TargetConfig, num_hidden_layers: int = 5, block_size: int
         num_target_layers=target.num_hidden_layers,
         mask_token_id=min(_MASK_TOKEN, target.vocab_size - 1),
         causal_head=True,
+        parent_rank=parent_rank,
         target_layer_ids=default_target_layer_ids(target.num_hidden_layers, num_hidden_layers),
     )
