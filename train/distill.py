@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
-from flax import nnx
 from ml_collections import config_flags
 
 import jetspec_jax
@@ -22,13 +21,14 @@ from jetspec_jax.config import HeadConfig, default_target_layer_ids
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
 from jetspec_jax.target import TargetModel
-from train.config import DistillConfig, check_positive
+from train.config import DistillConfig, check_fill, check_positive
 from train.data import Packed, bucketed_batches, packed_batches
 from train.losses import check_loss
 from train.objective import BlockMetrics, Blocks, distillation_loss, sample_blocks
 from train.optimizer import make_optimizer
 from train.packed import target_forward
 from train.sources import open_documents
+from train.upgrade import initial_head, initial_layout, only, with_layout
 
 
 def head_config(config: DistillConfig, target: Target) -> HeadConfig:
@@ -38,11 +38,7 @@ def head_config(config: DistillConfig, target: Target) -> HeadConfig:
         ValueError: the tokenizer has no mask token, or the taps do not fit the target.
     """
     shape = target.config
-    if config.mixed_fill and not config.causal_head:
-        raise ValueError(
-            "--config.mixed_fill needs a causal head: a bidirectional one sees, in the next filled slot, the token "
-            "that a filled slot learns; set --config.mixed_fill=0"
-        )
+    check_fill(config.mixed_fill, config.causal_head)
     mask = None if target.tokenizer is None else target.tokenizer.mask_token_id
     if mask is None:
         raise ValueError(f"{target.path}: the tokenizer has no mask_token, which the head's empty slots need")
@@ -67,6 +63,7 @@ def head_config(config: DistillConfig, target: Target) -> HeadConfig:
         mask_token_id=mask,
         causal_head=config.causal_head,
         mixed_fill=config.mixed_fill,
+        parent_rank=config.parent_rank,
     )
 
 
@@ -109,13 +106,14 @@ def distill(config: DistillConfig) -> pathlib.Path:
     check_positive(config, "steps", "batch_size", "length", "anchors", "num_hidden_layers", "temperature", "log_every")
     check_loss(config.loss, config.temperature)
     target = jetspec_jax.load_target(config.target, dtype=jnp.float32)
-    layout = head_config(config, target)
+    layout = initial_layout(config) or head_config(config, target)
+    config = with_layout(config, layout)
     documents = open_documents(config.data, target)
     for warning in documents.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
-    head = DraftHead(layout, rngs=nnx.Rngs(config.seed))
-    optimizer = make_optimizer(config.optimizer, config.steps)
+    head = initial_head(config, layout, target)
+    optimizer = only(make_optimizer(config.optimizer, config.steps), head, config.train_only)
     state = optimizer.init(head)
     in_rows = packed_batches if config.packed else bucketed_batches
     batches = in_rows(documents, length=config.length, batch_size=config.batch_size, seed=config.seed)
