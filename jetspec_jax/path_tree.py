@@ -133,7 +133,7 @@ def search_tree(anchors: jax.Array, scorer: PathScorer, shape: TreeShape) -> Tre
 
 def _rows_per_step(shape: TreeShape) -> int:
     """How many rows a step computes: enough that a tree of this size takes few more steps than its depth."""
-    return 1 if shape.width == 1 else 2 if shape.budget <= 32 else 4
+    return 1 if shape.width == 1 or shape.budget <= 32 else 2 if shape.budget <= 128 else 4
 
 
 def _start(anchors: jax.Array, shape: TreeShape) -> _Search:
