@@ -63,6 +63,8 @@ class PathScorer:
         batch = jnp.arange(depths.shape[0], dtype=jnp.int32)[:, None]
         base = self.base.at[batch, depths].get(mode="promise_in_bounds")
         logits = constrain(base + self.term(tokens), "batch", None, "vocab")
+        # The sum below reads it as well; without a barrier XLA adds up both parts once more for it.
+        logits = jax.lax.optimization_barrier(logits)
         best, children = top_k(logits, self.width)
         # As logsumexp, whose maximum is there already.
         total = jnp.sum(jnp.exp(logits - best[..., :1]), axis=-1, keepdims=True)
