@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import pathlib
 import sys
@@ -12,7 +11,6 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import app, flags
 from flax import nnx
 from ml_collections import config_flags
@@ -21,14 +19,13 @@ import jetspec_jax
 from jetspec_jax.config import HeadConfig, default_target_layer_ids
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
-from jetspec_jax.target import TargetModel
 from train.config import DistillConfig, check_positive
-from train.data import Packed, bucketed_batches, packed_batches
+from train.data import bucketed_batches, packed_batches
 from train.losses import check_loss
-from train.objective import BlockMetrics, Blocks, distillation_loss, sample_blocks
+from train.objective import sample_blocks
 from train.optimizer import make_optimizer
-from train.packed import target_forward
 from train.sources import open_documents
+from train.step import Objective, new_state, train_step
 
 
 def head_config(config: DistillConfig, target: Target) -> HeadConfig:
@@ -70,40 +67,6 @@ def head_config(config: DistillConfig, target: Target) -> HeadConfig:
     )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("optimizer", "gamma", "temperature", "loss", "compute_dtype", "logit_chunk"),
-    donate_argnames=("head", "state"),
-)
-def train_step(
-    head: DraftHead,
-    state: optax.OptState,
-    target: TargetModel,
-    batch: Packed,
-    blocks: Blocks,
-    *,
-    optimizer: optax.GradientTransformation,
-    gamma: float,
-    temperature: float,
-    loss: str = "forward_kl",
-    compute_dtype: jnp.dtype | None = None,
-    logit_chunk: int = 0,
-) -> tuple[DraftHead, optax.OptState, BlockMetrics]:
-    """One step: the target's forward without gradients, then the head's with (options: `distillation_loss`)."""
-    out = target_forward(target, batch, head.config.target_layer_ids)
-    objective = functools.partial(
-        distillation_loss,
-        gamma=gamma,
-        temperature=temperature,
-        loss=loss,
-        compute_dtype=compute_dtype,
-        logit_chunk=logit_chunk,
-    )
-    grads, metrics = jax.grad(objective, has_aux=True)(head, target, batch, out.taps, out.hidden, blocks)
-    updates, state = optimizer.update(grads, state, head)
-    return optax.apply_updates(head, updates), state, metrics
-
-
 def distill(config: DistillConfig) -> pathlib.Path:
     """Trains the head that `config` describes; returns the directory it was saved in."""
     check_positive(config, "steps", "batch_size", "length", "anchors", "num_hidden_layers", "temperature", "log_every")
@@ -116,7 +79,8 @@ def distill(config: DistillConfig) -> pathlib.Path:
     layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
     head = DraftHead(layout, rngs=nnx.Rngs(config.seed))
     optimizer = make_optimizer(config.optimizer, config.steps)
-    state = optimizer.init(head)
+    state = new_state(head, optimizer)
+    objective = Objective(config.gamma, config.temperature, config.loss, logit_chunk=config.logit_chunk)
     in_rows = packed_batches if config.packed else bucketed_batches
     batches = in_rows(documents, length=config.length, batch_size=config.batch_size, seed=config.seed)
     out = pathlib.Path(config.out)
@@ -127,19 +91,8 @@ def distill(config: DistillConfig) -> pathlib.Path:
             # A function of the step, so that a resumed run draws the same blocks.
             rng = np.random.default_rng((config.seed, step))
             blocks = sample_blocks(batch, config.anchors, config.block_size, config.mixed_fill, rng)
-            head, state, metrics = train_step(
-                head,
-                state,
-                target.model,
-                batch,
-                blocks,
-                optimizer=optimizer,
-                gamma=config.gamma,
-                temperature=config.temperature,
-                loss=config.loss,
-                logit_chunk=config.logit_chunk,
-            )
-            recent.append(metrics)
+            state, metrics = train_step(state, target.model, batch, blocks, optimizer=optimizer, objective=objective)
+            recent.append(metrics.blocks)
             if step % config.log_every == 0 or step == config.steps:
                 means = jax.tree.map(lambda *values: sum(values), *jax.device_get(recent))
                 recent = []
@@ -153,7 +106,7 @@ def distill(config: DistillConfig) -> pathlib.Path:
                 }
                 print(json.dumps(line), file=log, flush=True)
                 print(json.dumps(line), flush=True)
-    jetspec_jax.save_draft_head(out, head)
+    jetspec_jax.save_draft_head(out, state.head)
     return out
 
 
