@@ -62,6 +62,9 @@ class DistillConfig:
     (0: none); `loss` is a name of train.losses and `temperature` that of both distributions. `logit_chunk` slots of
     each row have their logits in memory at once (0: by the vocabulary's size). `target_layer_ids` empty means the
     default spacing.
+    `mesh` splits target, head and batch over devices ("data=2,fsdp=4"; empty: one device). The target is held in
+    `target_dtype`; the head has float32 weights and computes in `compute_dtype`. A step takes its batch in
+    `micro_batches` equal parts, one after another.
     """
 
     target: str = ""
@@ -82,6 +85,10 @@ class DistillConfig:
     loss: str = "forward_kl"
     temperature: float = 1.0
     logit_chunk: int = 0
+    mesh: str = ""
+    micro_batches: int = 1
+    target_dtype: str = "float32"
+    compute_dtype: str = "float32"
     log_every: int = 50
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
