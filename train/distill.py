@@ -110,7 +110,7 @@ class _Run:
             state, metrics = train_step(
                 state, setup.target.model, *placed, optimizer=setup.optimizer, objective=setup.objective
             )
-            window.add(metrics)
+            window.add(metrics, setup.flops(batch))
             self.log.stepped()
             ended, number, report = step == config.steps, told(step), {}
             if ended or number or step % config.log_every == 0:
@@ -134,7 +134,7 @@ class _Run:
 
     def _report(self, step: int, window: Window) -> dict[str, Any]:
         config = self.setup.config
-        report = window.summary()
+        report = window.summary(self.setup.peak)
         taken = max(step - report["skipped"] - 1, 0)
         rate = float(schedule(config.optimizer, config.optimizer.learning_rate, config.steps)(taken))
         self.log.report(step, {"learning_rate": rate, **report})

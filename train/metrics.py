@@ -29,7 +29,7 @@ class Window:
         self._flops = 0.0
         self._started = time.perf_counter()
 
-    def add(self, metrics: StepMetrics, flops: float = 0.0) -> None:
+    def add(self, metrics: StepMetrics, flops: float) -> None:
         """Counts a step that has been dispatched, and the FLOPs that it needs."""
         self._steps.append(metrics)
         self._flops += flops

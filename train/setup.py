@@ -22,9 +22,11 @@ from jetspec_jax.config import HeadConfig, default_target_layer_ids
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
 from jetspec_jax.sharding import describe, misfits, parameter_sharding, use
+from kernels.topology import CHIPS
 from train.argmax_share import argmax_share
 from train.config import DistillConfig, check_positive
 from train.data import Packed, bucketed_batches, packed_batches, pad_batch
+from train.flops import step_flops
 from train.losses import check_loss
 from train.manifest import model_digest
 from train.objective import Blocks, sample_blocks
@@ -85,6 +87,23 @@ class Setup:
         """The blocks of this process's rows: a function of the step, so that a resumed run draws the same."""
         rng = np.random.default_rng((self.config.seed, step, self.share.index))
         return sample_blocks(batch, self.config.anchors, self.config.block_size, self.config.mixed_fill, rng)
+
+    def flops(self, batch: Packed) -> float:
+        """Of one step over all rows that are as wide as this process's."""
+        return step_flops(
+            self.target.config,
+            self.layout,
+            rows=self.config.batch_size,
+            length=batch.tokens.shape[1],
+            anchors=min(self.config.anchors, batch.tokens.shape[1]),
+        )
+
+    @property
+    def peak(self) -> float | None:
+        """Dense bfloat16 FLOP/s of all devices together; None where their data sheet is not known."""
+        kind = jax.devices()[0].device_kind
+        chips = [chip for chip in CHIPS.values() if chip.name == kind]
+        return chips[0].tensor * (1 if self.mesh is None else self.mesh.size) if chips else None
 
     def argmax_share(self) -> float:
         """How often the data's tokens are the target's choice, of as many documents as a micro-batch has rows."""
