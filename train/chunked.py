@@ -45,7 +45,8 @@ class SlotResults(NamedTuple):
 
 
 def automatic_chunk(vocab_size: int, rows: int, slots: int) -> int:
-    """How many of a row's `slots` make a chunk, of `rows` rows on a device: a power of two, at least 16.
+    """How many of a row's `slots` make a chunk, of `rows` rows and `vocab_size` words on a device: a power of two, at
+    least 16.
 
     At most an eighth of the slots, so that those without weight fill chunks that can be left out.
     """

@@ -65,6 +65,10 @@ class DistillConfig:
     `mesh` splits target, head and batch over devices ("data=2,fsdp=4"; empty: one device). The target is held in
     `target_dtype`; the head has float32 weights and computes in `compute_dtype`. A step takes its batch in
     `micro_batches` equal parts, one after another.
+    Every `log_every` steps metrics are written, every `save_every` a checkpoint, of which the newest `keep_last` stay.
+    Every `eval_every` steps (0: never) the head drafts for the first `eval_count` prompts of `eval_prompts` (as for
+    train.regenerate's --prompts), `eval_batch_size` at a time and up to `eval_max_new_tokens` each: as a chain and in
+    trees of each of `eval_budgets` nodes.
     """
 
     target: str = ""
@@ -90,6 +94,14 @@ class DistillConfig:
     target_dtype: str = "float32"
     compute_dtype: str = "float32"
     log_every: int = 50
+    save_every: int = 500
+    keep_last: int = 2
+    eval_every: int = 0
+    eval_prompts: str = ""
+    eval_count: int = 20
+    eval_batch_size: int = 4
+    eval_budgets: tuple[int, ...] = (16, 64, 256)
+    eval_max_new_tokens: int = 256
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
 
