@@ -7,8 +7,7 @@ Axis letters: B batch, N block rows, E hidden features, X experts, k experts of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,12 @@ from flax import nnx
 from jetspec_jax.config import TargetConfig
 from jetspec_jax.layers import Linear
 from jetspec_jax.ops import project, top_k
-from jetspec_jax.sharding import part_index, sharded, spec, total
+from jetspec_jax.sharding import part_index, parts, sharded, spec, total
 
-_MANY = 16  # rows an expert from which a round's copies of weights cost an H100 less than the rows of other experts
-_ROUND = 4  # rounds that make as many tiles as there are experts: what a round's copies of weights take of memory
+ROUNDS = 4
+"""Of `Experts.by_round`, where all experts have like many rows: a round copies so large a part of their weights."""
+
+_FEW = 16  # rows an expert; with more, a round's copies of weights cost an H100 less than other experts' rows
 _TILE = 16  # rows; fewer repack the kernels more often, more compute with rows that are not the expert's
 
 # ragged_dot for a right operand [expert, out, in]
@@ -122,29 +123,39 @@ class Experts(nnx.Module):
             inner = jax.nn.silu(self.gate_proj.single(held, expert)) * self.up_proj.single(held, expert)
             return self.down_proj.single(inner, expert)
 
-        out = _where_used(through, tiles.used, (tiles.rows, tiles.expert), jnp.zeros((tile, x.shape[1]), x.dtype))
+        def step(_: None, at: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+            used, *rest = at
+            return None, jax.lax.cond(used, through, lambda *_: jnp.zeros((tile, x.shape[1]), x.dtype), *rest)
+
+        out = jax.lax.scan(step, None, (tiles.used, tiles.rows, tiles.expert))[1]
         return _weighted(tiles.collect(out), weights)
 
     def by_round(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
         """As `by_tile`, with tiles as long as an expert's mean share, and many of them in one product: a round.
 
-        XLA's grouped product on a GPU, too, multiplies all rows with all experts. Here products have at most twice the
-        rows that were chosen, whatever the router does. But a round copies its tiles' weights: with few rows an expert
-        that takes longer than to multiply them all.
+        XLA's grouped product on a GPU, too, multiplies all rows with all experts. Here products have at most three
+        times the rows that were chosen, whatever the router does. But a round copies its tiles' weights: with few rows
+        an expert that takes longer than to multiply them all.
         """
-        width = -(-self.num_experts // _ROUND)
-        tile = 1 << (-(-chosen.size // self.num_experts) - 1).bit_length()
+        width = -(-self.num_experts // ROUNDS)
+        tile = 1 << (self.mean_rows(chosen) - 1).bit_length()
         tiles = _tiles(chosen, self.rows_of_experts(chosen), tile, width)
         apart = lambda part: part.reshape(-1, width, *part.shape[1:])  # noqa: E731
+        used, rows, expert = apart(tiles.used), apart(tiles.rows), apart(tiles.expert)
 
-        def through(rows: jax.Array, experts: jax.Array) -> jax.Array:
-            held = x[rows]
+        def step(index: jax.Array, out: jax.Array) -> jax.Array:
+            held, experts = x[rows[index]], expert[index]
             inner = jax.nn.silu(self.gate_proj.each(held, experts)) * self.up_proj.each(held, experts)
-            return self.down_proj.each(inner, experts)
+            return out.at[index].set(self.down_proj.each(inner, experts))
 
-        parts = apart(tiles.rows), apart(tiles.expert)
-        out = _where_used(through, tiles.used[::width], parts, jnp.zeros((width, tile, x.shape[1]), x.dtype))
+        # What the loop does not write is never read; of constants XLA would make those of all layers at once.
+        out = jnp.broadcast_to(x[0, 0], (*rows.shape, x.shape[1]))
+        out = jax.lax.fori_loop(0, jnp.sum(used[:, 0], dtype=jnp.int32), step, out)
         return _weighted(tiles.collect(out), weights)
+
+    def mean_rows(self, chosen: jax.Array) -> int:
+        """An expert's mean share of `chosen` `[R, k]`, rounded up; experts that are elsewhere have theirs."""
+        return -(-chosen.size // (self.num_experts * parts("expert")))
 
     def rows_of_experts(self, chosen: jax.Array) -> jax.Array:
         """How many rows chose each expert, int32 `[X]`, for `chosen` `[R, k]`."""
@@ -172,25 +183,25 @@ class SparseMLP(nnx.Module):
         """`[B, N, E]` of `x` `[B, N, E]`."""
         rows = x.reshape(-1, x.shape[-1])
         weights, chosen = self.route(rows)
-        out = through(self.experts, rows, weights, chosen)
+        with jax.named_scope("experts"):
+            out = through(self.experts, rows, weights, chosen)
         return out.astype(x.dtype).reshape(x.shape)
 
 
 def through(experts: Experts, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
     """As `Experts.by_group`, with experts and their inner features split over the mesh in force."""
-    parts = jax.tree_util.tree_map_with_path(lambda path, _: _PARTS[path[0].name], experts)
+    split = jax.tree_util.tree_map_with_path(lambda path, _: _PARTS[path[0].name], experts)
     rows = spec("batch", None)
 
     def own(experts: Experts, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
         chosen = chosen - part_index("expert") * experts.num_experts
         here = (chosen >= 0) & (chosen < experts.num_experts)
         args = x, jnp.where(here, weights, 0.0), jnp.where(here, chosen, experts.num_experts)
-        many = chosen.size >= _MANY * experts.num_experts
-        on_gpus = experts.by_round if many else experts.by_group
+        on_gpus = experts.by_round if experts.mean_rows(chosen) > _FEW else experts.by_group
         out = jax.lax.platform_dependent(*args, cpu=experts.by_tile, default=on_gpus)
         return total(out, "expert", "mlp")
 
-    return sharded(own, (parts, rows, rows, rows), rows)(experts, x, weights, chosen)
+    return sharded(own, (split, rows, rows, rows), rows)(experts, x, weights, chosen)
 
 
 def _tiles(chosen: jax.Array, sizes: jax.Array, tile: int, multiple: int = 1) -> _Tiles:
@@ -208,15 +219,6 @@ def _tiles(chosen: jax.Array, sizes: jax.Array, tile: int, multiple: int = 1) ->
     held = jnp.minimum(start[:, None] + jnp.arange(tile, dtype=jnp.int32)[None], pairs - 1)
     offset = jnp.argsort(order).reshape(chosen.shape) - first_row[chosen]
     return _Tiles(index < ends[-1], order[held] // chosen.shape[1], expert, first_tile[chosen] * tile + offset)
-
-
-def _where_used(through: Callable[..., jax.Array], used: jax.Array, arrays: Any, empty: jax.Array) -> jax.Array:
-    """`through(*at)` for each part of `arrays` along axis 0 that is `used`, one after the other, and `empty` for others."""
-
-    def step(_: None, at: tuple[jax.Array, Any]) -> tuple[None, jax.Array]:
-        return None, jax.lax.cond(at[0], through, lambda *_: empty, *at[1])
-
-    return jax.lax.scan(step, None, (used, arrays))[1]
 
 
 def _weighted(out: jax.Array, weights: jax.Array) -> jax.Array:

@@ -114,7 +114,8 @@ def _walk(
 
     nothing = jnp.full(lessons.source.shape, -1, jnp.int32)
     start = SlotResults(jnp.zeros((), jnp.float32), nothing, nothing)
-    return jax.lax.fori_loop(0, chunks, step, (start, jnp.zeros_like(student) if with_gradient else None))
+    with jax.named_scope("logits"):
+        return jax.lax.fori_loop(0, chunks, step, (start, jnp.zeros_like(student) if with_gradient else None))
 
 
 def _chunk(

@@ -19,11 +19,13 @@ import jetspec_jax
 from jetspec_jax.config import HeadConfig, default_target_layer_ids
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
+from kernels.topology import CHIPS
 from train.config import DistillConfig, check_positive
 from train.data import bucketed_batches, packed_batches
 from train.losses import check_loss
 from train.objective import sample_blocks
 from train.optimizer import make_optimizer
+from train.plan import plan_run
 from train.sources import open_documents
 from train.step import Objective, new_state, train_step
 
@@ -115,6 +117,8 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:
+        if flags.FLAGS.plan:
+            raise SystemExit(plan_run(flags.FLAGS.config, flags.FLAGS.chip, flags.FLAGS.devices))
         out = distill(flags.FLAGS.config)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -124,4 +128,9 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", "configs/tiny.py", "Config file with get_config().")
+    flags.DEFINE_bool(
+        "plan", False, "Compile the step for GPUs that need not be there, print its memory and time, stop."
+    )
+    flags.DEFINE_enum("chip", "h100", sorted(CHIPS), "The GPU that --plan compiles for.")
+    flags.DEFINE_integer("devices", 8, "How many of them.", lower_bound=1)
     app.run(main)

@@ -9,16 +9,16 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 # What moves no data of its own: names for it, or what its own computations are counted for.
 _FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast while conditional call after-all opt-barrier iota "
-    "partition-id replica-id".split()
+    ["parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "partition-id", "replica-id"]
 )
+_FREE |= {"while", "conditional", "call", "async", "after-all", "opt-barrier"}
 _SLICES = frozenset(["slice", "dynamic-slice", "gather"])
 _WIDTHS = {"pred": 8, "token": 0, "opaque": 0}  # bits; the others' names end in theirs
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
@@ -54,21 +54,21 @@ class _Instruction(NamedTuple):
 _Computation: TypeAlias = dict[str, _Instruction]
 
 
-def work(text: str, unknown_trips: int) -> Work:
+def work(text: str, trips: Mapping[str, int]) -> Work:
     """The work of one run of an optimised HLO module.
 
     Memory traffic is each kernel's operands and results, of which a slice counts as what it takes and an update in
     place as what it writes; caches are not modelled. Of a conditional all branches count.
 
     Args:
-        unknown_trips: how often a loop runs of which XLA does not know it.
+        trips: how often loops run of which XLA does not know it, by a named scope that they are in.
 
     Raises:
-        ValueError: `text` is no HLO module.
+        ValueError: `text` is no HLO module, or has a loop of which nobody knows how often it runs.
     """
     computations, entry = _parse(text)
     total = Work()
-    _run(computations, entry, 1, unknown_trips, total)
+    _run(computations, entry, 1, trips, total)
     return total
 
 
@@ -109,18 +109,17 @@ def _closing(text: str, start: int) -> int:
     raise ValueError(f"unbalanced brackets in HLO: {text[:80]}")
 
 
-def _run(computations: dict[str, _Computation], name: str, times: int, unknown: int, total: Work) -> None:
+def _run(computations: dict[str, _Computation], name: str, times: int, trips: Mapping[str, int], total: Work) -> None:
     """Adds `times` runs of a computation to `total`."""
     computation = computations[name]
     for instruction in computation.values():
         opcode = instruction.opcode.removesuffix("-start")
         if opcode == "while":
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.attributes)
-            inner = times * (int(trips[1]) if trips else unknown)
-            _run(computations, _called(instruction, "body")[0], inner, unknown, total)
+            inner = times * _trips(instruction, trips)
+            _run(computations, _called(instruction, "body")[0], inner, trips, total)
         elif opcode in ("call", "async", "conditional"):
             for branch in _called(instruction):
-                _run(computations, branch, times, unknown, total)
+                _run(computations, branch, times, trips, total)
         elif opcode in COLLECTIVES:
             _add(total.counts, opcode, times)
             _add(total.moved, opcode, times * _sent(opcode, computation, instruction))
@@ -129,8 +128,20 @@ def _run(computations: dict[str, _Computation], name: str, times: int, unknown: 
                 _add(total.flops, dtype, times * flops)
         elif opcode == "dot":
             _add(total.flops, *_product(computation, instruction, times))
-        if opcode not in _FREE and not opcode.endswith(("-done", "-update")) and opcode != "async":
+        if opcode not in _FREE and not opcode.endswith(("-done", "-update")):
             total.bytes += times * _traffic(computations, computation, instruction)
+
+
+def _trips(loop: _Instruction, trips: Mapping[str, int]) -> int:
+    known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if known:
+        return int(known[1])
+    scopes = re.search(r'op_name="([^"]*)"', loop.attributes)
+    words = re.findall(r"\w+", scopes[1]) if scopes else []
+    for scope, count in trips.items():
+        if scope in words:
+            return count
+    raise ValueError(f"how often the loop {loop.name} runs is not known; its scopes are {' '.join(words) or 'none'}")
 
 
 def _add(counts: dict, key: str, amount: float) -> None:

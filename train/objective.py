@@ -14,6 +14,7 @@ import numpy as np
 from jetspec_jax.head import DraftHead
 from jetspec_jax.layers import Attend, KeyValue
 from jetspec_jax.rope import rope_at
+from jetspec_jax.sharding import parts
 from jetspec_jax.target import TargetModel
 from train.attention import block_attention
 from train.chunked import Lessons, SlotResults, automatic_chunk, chunked_loss
@@ -184,8 +185,8 @@ def distillation_loss(
         temperature: of both distributions.
         loss: a name of `train.losses.LOSSES`.
         compute_dtype: what the head computes in; its weights' own by default.
-        logit_chunk: slots of each row whose logits are held at once; 0 is what `automatic_chunk` gives for the whole
-            batch on one device.
+        logit_chunk: slots of each row whose logits are held at once; 0 is what `automatic_chunk` gives for a device's
+            rows.
 
     Raises:
         ValueError: no such loss, or a temperature or chunk that cannot be.
@@ -199,7 +200,8 @@ def distillation_loss(
     drafted = draft_blocks(head, target, batch, taps, blocks)
     lessons = supervision(batch, blocks, head.config.block_size, gamma)
     drafted, lessons = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), (drafted, lessons))
-    chunk = logit_chunk or automatic_chunk(target.config.vocab_size, *lessons.weights.shape)
+    rows, slots = lessons.weights.shape
+    chunk = logit_chunk or automatic_chunk(target.config.vocab_size, max(1, rows // parts("batch")), slots)
     results = chunked_loss(drafted, target, hidden, lessons, loss, temperature, chunk)
     metrics = _metrics(blocks, lessons, results, head.config.block_size)
     return metrics.loss, jax.lax.stop_gradient(metrics)
