@@ -15,7 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.ops import argmax
+from jetspec_jax.ops import argmax, project
+from jetspec_jax.sharding import constrain
 from jetspec_jax.target import TargetModel
 from train.losses import LOSSES
 
@@ -89,6 +90,8 @@ def _walk(
     """The results and the gradient `[B, N, E]` with respect to `student`, if asked for."""
     slots = student.shape[1]
     chunk = min(chunk, slots)
+    # Its features are split for memory: gathered here, once, and not by every chunk.
+    words = constrain(target.unembedding, "vocab", None)
     supervised = lessons.weights > 0
     order = jnp.argsort(~supervised, axis=1, stable=True)
     # Places past the last slot are read as the last one without weight, and not written.
@@ -101,7 +104,7 @@ def _walk(
         part = jax.tree.map(lambda x: _take(x, places), lessons)
         part = part._replace(weights=jnp.where(places < slots, part.weights, 0.0))
         value, guess, best, pulled = _chunk(
-            _take(student, places), target, _take(teacher, part.source), part, loss, temperature, with_gradient
+            _take(student, places), words, _take(teacher, part.source), part, loss, temperature, with_gradient
         )
         results = SlotResults(
             results.loss + value,
@@ -112,21 +115,25 @@ def _walk(
 
     nothing = jnp.full(lessons.source.shape, -1, jnp.int32)
     start = SlotResults(jnp.zeros((), jnp.float32), nothing, nothing)
-    return jax.lax.fori_loop(0, chunks, step, (start, jnp.zeros_like(student) if with_gradient else None))
+    with jax.named_scope("logits"):
+        return jax.lax.fori_loop(0, chunks, step, (start, jnp.zeros_like(student) if with_gradient else None))
 
 
 def _chunk(
     student: jax.Array,
-    target: TargetModel,
+    words: jax.Array,
     teacher: jax.Array,
     lessons: Lessons,
     loss: str,
     temperature: float,
     with_gradient: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Loss, both argmaxes `[B, C]`, and the gradient `[B, C, E]`, of one chunk of hidden states `[B, C, E]`."""
-    words = target.unembedding
-    taught, drafted = target.logits(teacher), target.logits(student.astype(words.dtype))
+    """Loss, both argmaxes `[B, C]`, and the gradient `[B, C, E]`, of one chunk of hidden states `[B, C, E]`.
+
+    words: lm_head's weight `[V, E]`.
+    """
+    to_words = lambda x: constrain(project(x, words, jnp.dtype(jnp.float32)), "batch", None, "vocab")  # noqa: E731
+    taught, drafted = to_words(teacher), to_words(student.astype(words.dtype))
 
     def total(logits: jax.Array) -> jax.Array:
         return jnp.sum(LOSSES[loss](logits, taught, lessons.truth, temperature) * lessons.weights)

@@ -25,6 +25,7 @@ from ml_collections import config_flags
 
 from jetspec_jax.compiled import enable_compilation_cache
 from jetspec_jax.sharding import use
+from kernels.topology import CHIPS
 from train.argmax_share import low_share_warning
 from train.checkpoints import Checkpoints, export
 from train.config import DistillConfig
@@ -32,6 +33,7 @@ from train.data import Packed
 from train.files import locked
 from train.metrics import MetricsLog, Window
 from train.optimizer import schedule
+from train.plan import plan_run
 from train.placing import place_rows
 from train.run_record import CHECKPOINTS, RunRecord, to_continue
 from train.setup import Setup, check_config, derived, fingerprint, make_setup, versions
@@ -226,6 +228,8 @@ def main(argv: list[str]) -> None:
     if flags.FLAGS.compilation_cache:
         enable_compilation_cache()
     try:
+        if flags.FLAGS.plan:
+            raise SystemExit(plan_run(flags.FLAGS.config, flags.FLAGS.chip, flags.FLAGS.devices))
         out = distill(flags.FLAGS.config, resume=flags.FLAGS.resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -242,5 +246,10 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", "configs/tiny.py", "Config file with get_config().")
     flags.DEFINE_enum("resume", "never", ["never", "auto"], "What to do with a run that --config.out holds already.")
+    flags.DEFINE_bool(
+        "plan", False, "Compile the step for GPUs that need not be there, print its memory and time, stop."
+    )
+    flags.DEFINE_enum("chip", "h100", sorted(CHIPS), "The GPU that --plan compiles for.")
+    flags.DEFINE_integer("devices", 8, "How many of them.", lower_bound=1)
     flags.DEFINE_bool("compilation_cache", True, "Keep compiled programs in $XDG_CACHE_HOME/jetspec_jax.")
     app.run(main)
