@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jetspec_jax.accept import Accepted, accept
 from jetspec_jax.cache import KVCache, gather_rows, write_rows
 from jetspec_jax.ops import after
+from jetspec_jax.path_tree import PathScorer, best_tree
 from jetspec_jax.sampling import Knobs, Mode, Noise, choose
 from jetspec_jax.sharding import constrain
 from jetspec_jax.target import TargetModel, TargetOutput
-from jetspec_jax.tree import Children, ChildScorer, Tree, TreeShape, ancestors, build_tree
+from jetspec_jax.tree import Children, ChildScorer, Tree, TreeShape, ancestors
 from kernels.pallas.tree_attention import Backend, causal_mask, pack_mask
 
 
@@ -40,7 +41,7 @@ class Drafter(Protocol):
 
     def scorer(
         self, target: TargetModel, context: Any, anchors: jax.Array, lengths: jax.Array, width: int
-    ) -> ChildScorer:
+    ) -> ChildScorer | PathScorer:
         """One drafting forward after `anchors` `[B]`."""
         ...
 
@@ -225,7 +226,7 @@ def draft_tree(target: TargetModel, drafter: Drafter, state: DecodeState, shape:
     anchors = jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)[:, 0]
     scorer = drafter.scorer(target, state.context, anchors, state.lengths, shape.width)
     with jax.named_scope("tree"):
-        tree = build_tree(anchors, scorer, shape)
+        tree = best_tree(anchors, scorer, shape)
         return tree, ancestors(tree, shape.depth)
 
 

@@ -33,8 +33,8 @@ from train.data import Packed
 from train.files import locked
 from train.metrics import MetricsLog, Window
 from train.optimizer import schedule
-from train.plan import plan_run
 from train.placing import place_rows
+from train.plan import plan_run
 from train.run_record import CHECKPOINTS, RunRecord, to_continue
 from train.setup import Setup, check_config, derived, fingerprint, make_setup, versions
 from train.step import MAX_SKIPPED, TrainState, train_step
@@ -126,9 +126,13 @@ class _Run:
             window.pause(time.perf_counter() - started)
             if number or failing:
                 self.checkpoints.wait()
-                raise Interrupted(number) if number else Diverged(
-                    f"{report['skipped_in_a_row']} steps in a row had no finite loss or gradient, up to step {step}; "
-                    f"the state is saved in {self.out}; try a lower learning rate or look at the data"
+                raise (
+                    Interrupted(number)
+                    if number
+                    else Diverged(
+                        f"{report['skipped_in_a_row']} steps in a row had no finite loss or gradient, up to step {step}; "
+                        f"the state is saved in {self.out}; try a lower learning rate or look at the data"
+                    )
                 )
         self.checkpoints.wait()
         assert saved == step
