@@ -11,7 +11,7 @@ from flax import nnx
 from test_tree import BATCH, check_structure, log_softmax, oracle, path_of, rows_of
 
 from jetspec_jax import path_tree
-from jetspec_jax.path_tree import ParentTerm, PathScorer, draft_tree, search_tree
+from jetspec_jax.path_tree import ParentTerm, PathScorer, best_tree, search_tree
 from jetspec_jax.tree import TreeShape, slot_scorer
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
@@ -114,7 +114,7 @@ def test_a_term_of_zero_gives_the_tree_of_the_slots_alone():
     anchors, base, term = random_case(3, shape.depth, vocab=9)
     term = jax.tree.map(jnp.zeros_like, term)
     have = best_tree(anchors, base, term, shape)
-    want = jax.jit(lambda a, x: draft_tree(a, slot_scorer(x, shape.width), shape))(anchors, base)
+    want = jax.jit(lambda a, x: best_tree(a, slot_scorer(x, shape.width), shape))(anchors, base)
     np.testing.assert_allclose(have.scores, want.scores, atol=1e-5)
     same = np.all(np.asarray(have.tokens) == want.tokens, axis=1) & np.all(have.parents == want.parents, axis=1)
     assert same.mean() > 0.9  # in the rest, sums of equal numbers tie up to rounding
