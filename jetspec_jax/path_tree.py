@@ -71,7 +71,7 @@ class PathScorer:
         return Children(children, best - best[..., :1] - jnp.log(total))
 
 
-def draft_tree(anchors: jax.Array, scorer: ChildScorer | PathScorer, shape: TreeShape) -> Tree:
+def best_tree(anchors: jax.Array, scorer: ChildScorer | PathScorer, shape: TreeShape) -> Tree:
     """The best `shape.nodes - 1` paths below the anchors `[B]`, whichever kind of scorer there is."""
     if isinstance(scorer, PathScorer):
         return search_tree(anchors, scorer, shape)

@@ -194,6 +194,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(*axes))
 
 
+def parts(axis: str) -> int:
+    """Into how many parts the mesh in force splits a logical axis; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in RULES[axis])
+
+
 def part_index(axis: str) -> jax.Array | int:
     """Inside `sharded`, which part of a logical axis this device holds; 0 without a mesh in force."""
     return 0 if jax.sharding.get_abstract_mesh().empty else jax.lax.axis_index(RULES[axis])

@@ -15,7 +15,7 @@ from test_tree import BATCH, check_structure, log_softmax, oracle, path_of, rows
 from jetspec_jax import path_tree
 from jetspec_jax.decode import NoDrafter
 from jetspec_jax.head import DraftHead
-from jetspec_jax.path_tree import ParentTerm, PathScorer, draft_tree, search_tree
+from jetspec_jax.path_tree import ParentTerm, PathScorer, best_tree, search_tree
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.tree import TreeShape, slot_scorer
 
@@ -30,7 +30,7 @@ def parent_term(embed, unembed):
 
 
 @functools.partial(jax.jit, static_argnames="shape")
-def best_tree(anchors, base, term, shape):
+def searched(anchors, base, term, shape):
     return search_tree(anchors, PathScorer(base, term, shape.width), shape)
 
 
@@ -55,7 +55,7 @@ def test_the_tree_is_exactly_the_best_paths_with_every_child_given_its_own_paren
     shape = TreeShape(budget, width, depth)
     anchors, base, term = random_case(budget, depth, vocab=6)
     tables = conditioned(base, term)
-    for anchor, table, tree in zip(anchors, tables, rows_of(best_tree(anchors, base, term, shape)), strict=True):
+    for anchor, table, tree in zip(anchors, tables, rows_of(searched(anchors, base, term, shape)), strict=True):
         check_structure(tree, anchor, shape)
         expected = dict(oracle(anchor, table, shape))
         got = {path_of(tree, node): tree.scores[node] for node in range(1, len(tree.tokens))}
@@ -105,7 +105,7 @@ def test_width_one_is_the_chain_that_follows_the_term_greedily():
     shape = TreeShape(budget=7, width=1, depth=7)
     anchors, base, term = random_case(2, shape.depth, vocab=9)
     added = np.asarray(term.embed.weight[...]) @ np.asarray(term.unembed.weight[...]).T
-    for anchor, logits, tree in zip(anchors, base, rows_of(best_tree(anchors, base, term, shape)), strict=True):
+    for anchor, logits, tree in zip(anchors, base, rows_of(searched(anchors, base, term, shape)), strict=True):
         token = anchor
         for depth in range(7):
             token = (logits[depth] + added[token]).argmax()
@@ -118,8 +118,8 @@ def test_a_term_of_zero_gives_the_tree_of_the_slots_alone():
     shape = TreeShape(budget=16, width=4, depth=5)
     anchors, base, term = random_case(3, shape.depth, vocab=9)
     term = jax.tree.map(jnp.zeros_like, term)
-    have = best_tree(anchors, base, term, shape)
-    want = jax.jit(lambda a, x: draft_tree(a, slot_scorer(x, shape.width), shape))(anchors, base)
+    have = searched(anchors, base, term, shape)
+    want = jax.jit(lambda a, x: best_tree(a, slot_scorer(x, shape.width), shape))(anchors, base)
     np.testing.assert_allclose(have.scores, want.scores, atol=1e-5)
     same = np.all(np.asarray(have.tokens) == want.tokens, axis=1) & np.all(have.parents == want.parents, axis=1)
     assert same.mean() > 0.9  # in the rest, sums of equal numbers tie up to rounding

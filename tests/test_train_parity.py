@@ -1,5 +1,6 @@
 """Training sees what decoding sees: the same block, context and teacher, and nothing else (train/serve skew)."""
 
+import functools
 import pathlib
 
 import jax
@@ -28,7 +29,7 @@ from packed_case import (
 from jetspec_jax import Target, generate
 from jetspec_jax.cache import KVCache
 from kernels.pallas.tree_attention import causal_mask
-from train import distill, pretrain
+from train import pretrain, step
 from train.config import OptimizerConfig
 from train.data import document, pad_batch
 from train.objective import Blocks, draft_blocks, supervision
@@ -188,15 +189,14 @@ def test_a_head_overfitted_on_one_text_drafts_it_in_full_blocks():
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, warmup_steps=10), steps)
     anchors = np.arange(prompt, len(tokens) - 1, dtype=np.int32)[None]
     blocks = Blocks(anchors, np.zeros_like(anchors), np.ones(anchors.shape, bool))
-    state = jax.jit(optimizer.init)(head)
-    options = {"optimizer": optimizer, "gamma": 0.0, "temperature": 1.0}
+    state = jax.jit(functools.partial(step.new_state, optimizer=optimizer))(head)
     for _ in range(steps):
-        head, state, metrics = distill.train_step(head, state, model, batch, blocks, **options)
-    assert np.array_equal(metrics.agreement, np.ones(BLOCK - 1))
+        state, metrics = step.train_step(state, model, batch, blocks, optimizer=optimizer, objective=step.Objective())
+    assert np.array_equal(metrics.blocks.agreement, np.ones(BLOCK - 1))
 
     target = Target(model, None, (), pathlib.Path("overfitted"))
     [result] = generate(
-        target, head, [tokens[:prompt]], budget=2 * BLOCK, tree_width=2, max_new_tokens=len(tokens) - prompt
+        target, state.head, [tokens[:prompt]], budget=2 * BLOCK, tree_width=2, max_new_tokens=len(tokens) - prompt
     )
     assert result.token_ids == tokens[prompt:]
     assert result.accepted_lengths == [BLOCK] * rounds

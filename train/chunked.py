@@ -15,8 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.ops import argmax
+from jetspec_jax.ops import argmax, project
 from jetspec_jax.path_tree import ParentTerm
+from jetspec_jax.sharding import constrain
 from jetspec_jax.target import TargetModel
 from train.losses import LOSSES
 
@@ -48,7 +49,8 @@ class SlotResults(NamedTuple):
 
 
 def automatic_chunk(vocab_size: int, rows: int, slots: int) -> int:
-    """How many of a row's `slots` make a chunk, of `rows` rows on a device: a power of two, at least 16.
+    """How many of a row's `slots` make a chunk, of `rows` rows and `vocab_size` words on a device: a power of two, at
+    least 16.
 
     At most an eighth of the slots, so that those without weight fill chunks that can be left out.
     """
@@ -103,6 +105,8 @@ def _walk(
     """The results and the gradient with respect to `student`, if asked for."""
     slots = student.hidden.shape[1]
     chunk = min(chunk, slots)
+    # Its features are split for memory: gathered here, once, and not by every chunk.
+    words = constrain(target.unembedding, "vocab", None)
     supervised = lessons.weights > 0
     order = jnp.argsort(~supervised, axis=1, stable=True)
     # Places past the last slot are read as the last one without weight, and not written.
@@ -116,7 +120,7 @@ def _walk(
         part = part._replace(weights=jnp.where(places < slots, part.weights, 0.0))
         value, guess, best, pulled = _chunk(
             student._replace(hidden=_take(student.hidden, places)),
-            target,
+            words,
             _take(teacher, part.source),
             part,
             loss,
@@ -138,21 +142,25 @@ def _walk(
     zero = Student(
         jnp.zeros_like(student.hidden), jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), student.term)
     )
-    return jax.lax.fori_loop(0, chunks, step, (start, zero if with_gradient else None))
+    with jax.named_scope("logits"):
+        return jax.lax.fori_loop(0, chunks, step, (start, zero if with_gradient else None))
 
 
 def _chunk(
     student: Student,
-    target: TargetModel,
+    words: jax.Array,
     teacher: jax.Array,
     lessons: Lessons,
     loss: str,
     temperature: float,
     with_gradient: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Student | None]:
-    """Loss, both argmaxes `[B, C]`, and the gradient of one chunk of hidden states `[B, C, E]`."""
-    words = target.unembedding
-    taught, drafted = target.logits(teacher), target.logits(student.hidden.astype(words.dtype))
+    """Loss, both argmaxes `[B, C]`, and the gradient of one chunk of hidden states `[B, C, E]`.
+
+    words: lm_head's weight `[V, E]`.
+    """
+    to_words = lambda x: constrain(project(x, words, jnp.dtype(jnp.float32)), "batch", None, "vocab")  # noqa: E731
+    taught, drafted = to_words(teacher), to_words(student.hidden.astype(words.dtype))
     if student.term is not None:
         drafted = drafted + student.term(lessons.parent)
 

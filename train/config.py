@@ -62,10 +62,16 @@ class DistillConfig:
     (0: none); `loss` is a name of train.losses and `temperature` that of both distributions. `logit_chunk` slots of
     each row have their logits in memory at once (0: by the vocabulary's size). `target_layer_ids` empty means the
     default spacing. `parent_rank` is the rank of the term that a token's parent adds to its logits (0: none).
-
     `init_head` is a draft head's directory or hub id to start from; its layers, taps, block size and causality then
     count, not those given here. `train_only` names the part of it that is trained, such as "parent", the rest being
     frozen; empty is all of it.
+    `mesh` splits target, head and batch over devices ("data=2,fsdp=4"; empty: one device). The target is held in
+    `target_dtype`; the head has float32 weights and computes in `compute_dtype`. A step takes its batch in
+    `micro_batches` equal parts, one after another.
+    Every `log_every` steps metrics are written, every `save_every` a checkpoint, of which the newest `keep_last` stay.
+    Every `eval_every` steps (0: never) the head drafts for the first `eval_count` prompts of `eval_prompts` (as for
+    train.regenerate's --prompts), `eval_batch_size` at a time and up to `eval_max_new_tokens` each: as a chain and in
+    trees of each of `eval_budgets` nodes.
     """
 
     target: str = ""
@@ -89,7 +95,19 @@ class DistillConfig:
     loss: str = "forward_kl"
     temperature: float = 1.0
     logit_chunk: int = 0
+    mesh: str = ""
+    micro_batches: int = 1
+    target_dtype: str = "float32"
+    compute_dtype: str = "float32"
     log_every: int = 50
+    save_every: int = 500
+    keep_last: int = 2
+    eval_every: int = 0
+    eval_prompts: str = ""
+    eval_count: int = 20
+    eval_batch_size: int = 4
+    eval_budgets: tuple[int, ...] = (16, 64, 256)
+    eval_max_new_tokens: int = 256
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
 

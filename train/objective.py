@@ -14,6 +14,7 @@ import numpy as np
 from jetspec_jax.head import DraftHead
 from jetspec_jax.layers import Attend, KeyValue
 from jetspec_jax.rope import rope_at
+from jetspec_jax.sharding import parts
 from jetspec_jax.target import TargetModel
 from train.attention import block_attention
 from train.chunked import Lessons, SlotResults, Student, automatic_chunk, chunked_loss
@@ -186,8 +187,8 @@ def distillation_loss(
         temperature: of both distributions.
         loss: a name of `train.losses.LOSSES`.
         compute_dtype: what the head computes in; its weights' own by default.
-        logit_chunk: slots of each row whose logits are held at once; 0 is what `automatic_chunk` gives for the whole
-            batch on one device.
+        logit_chunk: slots of each row whose logits are held at once; 0 is what `automatic_chunk` gives for the rows
+            and words of one device.
 
     Raises:
         ValueError: no such loss, or a temperature or chunk that cannot be.
@@ -201,7 +202,9 @@ def distillation_loss(
     drafted = draft_blocks(head, target, batch, taps, blocks)
     lessons = supervision(batch, blocks, head.config.block_size, gamma)
     drafted, lessons = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), (drafted, lessons))
-    chunk = logit_chunk or automatic_chunk(target.config.vocab_size, *lessons.weights.shape)
+    rows, slots = lessons.weights.shape
+    words = target.config.vocab_size // parts("vocab")
+    chunk = logit_chunk or automatic_chunk(words, max(1, rows // parts("batch")), slots)
     student = Student(drafted, head.parent if head.config.parent_rank else None)
     results = chunked_loss(student, target, hidden, lessons, loss, temperature, chunk)
     metrics = _metrics(blocks, lessons, results, head.config.block_size)

@@ -53,21 +53,18 @@ def with_layout(config: DistillConfig, layout: HeadConfig) -> DistillConfig:
     return dataclasses.replace(config, **{name: getattr(layout, name) for name in _LAYOUT})
 
 
-def initial_head(config: DistillConfig, layout: HeadConfig, target: Target) -> DraftHead:
-    """A new head in float32, with all weights that the head in `config.init_head` has, if one is named.
+def with_weights(head: DraftHead, source: str, target: Target) -> DraftHead:
+    """`head` with all weights that the head in `source`, a directory or hub id, has; in float32, where they lie.
 
     Raises:
         ValueError: that head cannot be read, or was made for another target.
     """
-    head = DraftHead(layout, rngs=nnx.Rngs(config.seed))
-    if not config.init_head:
-        return head
-    held = hf_tensors(load_draft_head(config.init_head, target, dtype=jnp.float32))
+    held = hf_tensors(load_draft_head(source, target, dtype=jnp.float32))
     return jax.tree_util.tree_map_with_path(lambda path, leaf: held.get(parameter_name(path), leaf), head)
 
 
-def only(optimizer: optax.GradientTransformation, head: DraftHead, part: str) -> optax.GradientTransformation:
-    """`optimizer` over the parameters whose names begin with `part`; others never change and have no state.
+def only(optimizer: optax.GradientTransformation, layout: HeadConfig, part: str) -> optax.GradientTransformation:
+    """`optimizer` over a head's parameters whose names begin with `part`; others never change and have no state.
 
     Raises:
         ValueError: there are no such parameters.
@@ -81,6 +78,7 @@ def only(optimizer: optax.GradientTransformation, head: DraftHead, part: str) ->
     def labels(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(label, params)
 
+    head = jax.eval_shape(lambda: DraftHead(layout, rngs=nnx.Rngs(0)))
     if "trained" not in jax.tree.leaves(labels(head)):
         raise ValueError(
             f"--config.train_only={part} is no part of the head; parts are "
