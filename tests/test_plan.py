@@ -78,14 +78,14 @@ def test_the_papers_sizes_fit_eight_h100s(config):
 
 @PLANNED
 def test_a_run_that_does_not_fit_exits_1_and_says_what_to_change(tmp_path):
-    """Eight rows of two layers of Qwen3-8B's size on one H100."""
+    """256 rows of two layers of Qwen3-8B's size on one H100."""
     target = target_shape("qwen3-8b").to_hf() | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(target))
-    changed = {"target": tmp_path, "mesh": "", "num_hidden_layers": 1, "target_layer_ids": "(0,1)", "anchors": 512}
+    changed = {"target": tmp_path, "mesh": "", "num_hidden_layers": 1, "target_layer_ids": "(0,1)", "batch_size": 256}
     flags = [f"--config.{name}={value}" for name, value in changed.items()]
     done = run("-m", "train.distill", "--config=configs/qwen3_8b.py", *flags, "--plan", "--chip=h100", "--devices=1")
     assert done.returncode == 1, done.stderr
-    assert "does not fit" in done.stdout and "--config.micro_batches, 1: raise it (32 rows" in done.stdout
+    assert "does not fit" in done.stdout and "--config.micro_batches, 1: raise it (256 rows" in done.stdout
 
 
 def test_the_least_time_is_of_the_slowest_of_products_memory_and_links():
