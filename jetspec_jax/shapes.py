@@ -47,7 +47,11 @@ def target_shape(name: str) -> TargetConfig:
 
 
 def head_shape(
-    target: TargetConfig, num_hidden_layers: int = 5, block_size: int = 16, target_layer_ids: tuple[int, ...] = ()
+    target: TargetConfig,
+    num_hidden_layers: int = 5,
+    block_size: int = 16,
+    target_layer_ids: tuple[int, ...] = (),
+    parent_rank: int = 0,
 ) -> HeadConfig:
     """A causal head in the shape of the target's own layers, as published ones are; no taps means those by default."""
     shared = {field.name: getattr(target, field.name) for field in dataclasses.fields(DecoderConfig)}
@@ -58,4 +62,5 @@ def head_shape(
         mask_token_id=min(_MASK_TOKEN, target.vocab_size - 1),
         causal_head=True,
         target_layer_ids=target_layer_ids or default_target_layer_ids(target.num_hidden_layers, num_hidden_layers),
+        parent_rank=parent_rank,
     )

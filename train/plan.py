@@ -131,7 +131,7 @@ def plan_step(config: DistillConfig, target: TargetConfig, mesh: Mesh) -> StepPl
     memory = compiled.memory_analysis()
     rows = config.batch_size // config.micro_batches // _ways(mesh)
     slots = config.anchors * config.block_size
-    chunk = min(slots, config.logit_chunk or automatic_chunk(target.vocab_size, rows, slots))
+    chunk = min(slots, config.logit_chunk or automatic_chunk(target.vocab_size // mesh.shape["model"], rows, slots))
     supervised = config.anchors * (config.block_size - 1 + (config.mixed_fill > 0))
     width = (len(head.target_layer_ids) + 1) * target.hidden_size
     return StepPlan(
