@@ -239,8 +239,19 @@ def main(argv: list[str]) -> None:
     _say(f"saved {out}")
 
 
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
+    """The command's flags."""
+    config_flags.DEFINE_config_file(
+        "config", "configs/tiny.py", "Config file with get_config(); --config.FIELD=VALUE overrides.", flag_values=values
+    )
+    flags.DEFINE_enum(
+        "resume", "never", ["never", "auto"], "What to do with a run that --config.out holds.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "compilation_cache", True, "Keep compiled programs in $XDG_CACHE_HOME/jetspec_jax.", flag_values=values
+    )
+
+
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", "configs/tiny.py", "Config file with get_config().")
-    flags.DEFINE_enum("resume", "never", ["never", "auto"], "What to do with a run that --config.out holds already.")
-    flags.DEFINE_bool("compilation_cache", True, "Keep compiled programs in $XDG_CACHE_HOME/jetspec_jax.")
+    define_flags()
     app.run(main)
