@@ -40,6 +40,8 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep_last), best]),
             cleanup_tmp_directories=True,
+            # A directory that cannot be made is an error at once, and not after a wait of five minutes.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
