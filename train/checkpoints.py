@@ -1,4 +1,4 @@
-"""A run's checkpoints, by orbax: state and data position, written beside the training; and the head as others load it."""
+"""A run's checkpoints, by orbax: state and data position, written beside the training; and the exported head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAU = "tau"
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read: `step` batches were taken. `best` is the highest tau up to it, if any was measured."""
+    """A checkpoint that was read: `step` batches were taken. `best` is the highest tau up to it, if there is one."""
 
     state: TrainState
     step: int

@@ -52,6 +52,12 @@ class Interrupted(Exception):
 class Diverged(Exception):
     """Too many steps in a row were not finite; the run is saved."""
 
+    def __init__(self, step: int, count: int):
+        super().__init__(
+            f"{count} steps in a row had no finite loss or gradient, up to step {step}, and the run is saved; "
+            "start another with a lower learning rate, or look at the data"
+        )
+
 
 def distill(config: DistillConfig, *, resume: str = "never") -> pathlib.Path:
     """Trains the head that `config` describes; returns the run directory.
@@ -124,10 +130,7 @@ class _Run:
             window.pause(time.perf_counter() - started)
             if number or failing:
                 self.checkpoints.wait()
-                raise Interrupted(number) if number else Diverged(
-                    f"{report['skipped_in_a_row']} steps in a row had no finite loss or gradient, up to step {step}; "
-                    f"the state is saved in {self.out}; try a lower learning rate or look at the data"
-                )
+                raise Interrupted(number) if number else Diverged(step, report["skipped_in_a_row"])
         self.checkpoints.wait()
         assert saved == step
         export(self.out, state.head)
@@ -171,9 +174,9 @@ def _record(out: pathlib.Path, setup: Setup, continued: bool) -> None:
     if not continued:
         share = setup.argmax_share()
         numbers["argmax_share"] = round(share, 4)
-        warning = low_share_warning(share)
-        if warning:
-            print(f"warning: {warning}", file=sys.stderr)
+        low = low_share_warning(share)
+        if low:
+            print(f"warning: {low}", file=sys.stderr)
     config = dataclasses.asdict(setup.config)
     _say(json.dumps({"config": config, "derived": numbers}, indent=2))
     _everyone("read the record")
@@ -242,7 +245,10 @@ def main(argv: list[str]) -> None:
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     """The command's flags."""
     config_flags.DEFINE_config_file(
-        "config", "configs/tiny.py", "Config file with get_config(); --config.FIELD=VALUE overrides.", flag_values=values
+        "config",
+        "configs/tiny.py",
+        "File with get_config(); --config.FIELD=VALUE overrides.",
+        flag_values=values,
     )
     flags.DEFINE_enum(
         "resume", "never", ["never", "auto"], "What to do with a run that --config.out holds.", flag_values=values

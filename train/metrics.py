@@ -1,4 +1,4 @@
-"""What a run reports: sums over steps on the device until they are asked for, then JSONL, TensorBoard and a terminal."""
+"""What a run reports: kept on the device until it is asked for, then to JSONL, TensorBoard and a terminal."""
 
 from __future__ import annotations
 
