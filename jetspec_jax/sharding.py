@@ -53,6 +53,8 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
     ("down_proj.weight", ("embed", "mlp")),
     ("gate.weight", (None, "embed")),
     ("fc.weight", ("embed", "taps")),
+    ("parent.embed.weight", ("vocab", None)),
+    ("parent.unembed.weight", ("vocab", None)),
     ("norm.weight", (None,)),
 )
 

@@ -25,6 +25,7 @@ from ml_collections import config_flags
 
 from jetspec_jax.compiled import enable_compilation_cache
 from jetspec_jax.sharding import use
+from kernels.topology import CHIPS
 from train.argmax_share import low_share_warning
 from train.checkpoints import Checkpoints, export
 from train.config import DistillConfig
@@ -33,6 +34,7 @@ from train.files import locked
 from train.metrics import MetricsLog, Window
 from train.optimizer import schedule
 from train.placing import place_rows
+from train.plan import plan_run
 from train.run_record import CHECKPOINTS, RunRecord, to_continue
 from train.setup import Setup, check_config, derived, fingerprint, make_setup, versions
 from train.step import MAX_SKIPPED, TrainState, train_step
@@ -226,6 +228,8 @@ def main(argv: list[str]) -> None:
     if flags.FLAGS.compilation_cache:
         enable_compilation_cache()
     try:
+        if flags.FLAGS.plan:
+            raise SystemExit(plan_run(flags.FLAGS.config, flags.FLAGS.chip, flags.FLAGS.devices))
         out = distill(flags.FLAGS.config, resume=flags.FLAGS.resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -250,6 +254,14 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_enum(
         "resume", "never", ["never", "auto"], "What to do with a run that --config.out holds.", flag_values=values
     )
+    flags.DEFINE_bool(
+        "plan",
+        False,
+        "Compile the step for GPUs that need not be there, print its memory and time, stop.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum("chip", "h100", sorted(CHIPS), "The GPU that --plan compiles for.", flag_values=values)
+    flags.DEFINE_integer("devices", 8, "How many of them.", lower_bound=1, flag_values=values)
     flags.DEFINE_bool(
         "compilation_cache", True, "Keep compiled programs in $XDG_CACHE_HOME/jetspec_jax.", flag_values=values
     )

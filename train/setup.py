@@ -24,7 +24,7 @@ from jetspec_jax.models import Target
 from jetspec_jax.sharding import describe, misfits, parameter_sharding, use
 from kernels.topology import CHIPS
 from train.argmax_share import argmax_share
-from train.config import DistillConfig, check_positive
+from train.config import DistillConfig, check_fill, check_positive
 from train.data import Packed, bucketed_batches, packed_batches, pad_batch
 from train.flops import step_flops
 from train.losses import check_loss
@@ -34,6 +34,7 @@ from train.optimizer import make_optimizer
 from train.placing import Share, check_rows, place_rows, share_of_rows, training_mesh
 from train.sources import Documents, open_documents
 from train.step import Objective, TrainState, new_state, state_shardings
+from train.upgrade import initial_layout, only, with_layout, with_weights
 
 _DTYPES = ("float32", "bfloat16")
 _PACKAGES = ("jetspec-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -54,7 +55,7 @@ class Setup:
 
     def new_state(self) -> TrainState:
         """The state before the first step, created where it is to lie."""
-        head = new_head(self.config, self.layout, self.mesh)
+        head = new_head(self.config, self.layout, self.target)
         make = functools.partial(new_state, optimizer=self.optimizer)
         shardings = None if self.mesh is None else state_shardings(jax.eval_shape(make, head), self.mesh)
         with use(self.mesh):
@@ -127,7 +128,8 @@ def make_setup(config: DistillConfig) -> Setup:
     check_rows(config.batch_size, config.micro_batches, mesh)
     share = share_of_rows(config.batch_size, mesh)
     target = jetspec_jax.load_target(config.target, dtype=config.target_dtype, mesh=mesh)
-    layout = head_config(config, target)
+    layout = initial_layout(config) or head_config(config, target)
+    config = with_layout(config, layout)
     problems = [] if mesh is None else misfits(layout, mesh)
     if mesh is not None and problems:
         raise ValueError(f"the head cannot be split over --config.mesh {describe(mesh.shape)}: {'; '.join(problems)}")
@@ -141,7 +143,7 @@ def make_setup(config: DistillConfig) -> Setup:
         micro_batches=config.micro_batches,
     )
     layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
-    optimizer = make_optimizer(config.optimizer, config.steps)
+    optimizer = only(make_optimizer(config.optimizer, config.steps), layout, config.train_only)
     return Setup(config, target, documents, layout, mesh, optimizer, objective, share)
 
 
@@ -164,11 +166,7 @@ def head_config(config: DistillConfig, target: Target) -> HeadConfig:
         ValueError: the tokenizer has no mask token, or the taps do not fit the target.
     """
     shape = target.config
-    if config.mixed_fill and not config.causal_head:
-        raise ValueError(
-            "--config.mixed_fill needs a causal head: a bidirectional one sees, in the next filled slot, the token "
-            "that a filled slot learns; set --config.mixed_fill=0"
-        )
+    check_fill(config.mixed_fill, config.causal_head)
     mask = None if target.tokenizer is None else target.tokenizer.mask_token_id
     if mask is None:
         raise ValueError(f"{target.path}: the tokenizer has no mask_token, which the head's empty slots need")
@@ -193,16 +191,22 @@ def head_config(config: DistillConfig, target: Target) -> HeadConfig:
         mask_token_id=mask,
         causal_head=config.causal_head,
         mixed_fill=config.mixed_fill,
+        parent_rank=config.parent_rank,
     )
 
 
-def new_head(config: DistillConfig, layout: HeadConfig, mesh: Mesh | None) -> DraftHead:
-    """The head before the first step, with float32 weights, created where they are to lie."""
+def new_head(config: DistillConfig, layout: HeadConfig, target: Target) -> DraftHead:
+    """The head before the first step, with float32 weights, created where they are to lie.
+
+    Raises:
+        ValueError: the head that `config.init_head` names cannot be read, or was made for another target.
+    """
     make = lambda: DraftHead(layout, rngs=nnx.Rngs(config.seed))  # noqa: E731
     places = jax.tree_util.tree_map_with_path(
-        lambda path, _: parameter_sharding(parameter_name(path), mesh), jax.eval_shape(make)
+        lambda path, _: parameter_sharding(parameter_name(path), target.mesh), jax.eval_shape(make)
     )
-    return jax.jit(make, out_shardings=places)()
+    head = jax.jit(make, out_shardings=places)()
+    return with_weights(head, config.init_head, target) if config.init_head else head
 
 
 def fingerprint(setup: Setup) -> dict[str, Any]:
