@@ -78,15 +78,15 @@ class Setup:
         return in_rows(
             self.documents,
             length=self.config.length,
-            batch_size=self.config.batch_size // self.share.count,
+            batch_size=self.config.batch_size // self.share.of,
             seed=self.config.seed,
-            process_index=self.share.index,
-            process_count=self.share.count,
+            process_index=self.share.part,
+            process_count=self.share.of,
         )
 
     def blocks(self, step: int, batch: Packed) -> Blocks:
         """The blocks of this process's rows: a function of the step, so that a resumed run draws the same."""
-        rng = np.random.default_rng((self.config.seed, step, self.share.index))
+        rng = np.random.default_rng((self.config.seed, step, self.share.part))
         return sample_blocks(batch, self.config.anchors, self.config.block_size, self.config.mixed_fill, rng)
 
     def flops(self, batch: Packed) -> float:
@@ -111,8 +111,8 @@ class Setup:
         rows = self.config.batch_size // self.config.micro_batches
         places = np.linspace(0, len(self.documents) - 1, rows).astype(int)
         whole = pad_batch([self.documents[int(i)] for i in places], self.config.length)
-        size = rows // self.share.count
-        mine = jax.tree.map(lambda x: x[self.share.index * size : (self.share.index + 1) * size], whole)
+        size = rows // self.share.of
+        mine = jax.tree.map(lambda x: x[self.share.part * size : (self.share.part + 1) * size], whole)
         with use(self.mesh):
             return argmax_share(self.target.model, [place_rows(mine, self.mesh)])
 
@@ -224,7 +224,7 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
         "target": model_digest(setup.target.path),
         "data": setup.documents.digest,
         "documents": len(setup.documents),
-        "processes that share a batch": setup.share.count,
+        "processes that share a batch": setup.share.of,
     }
 
 
