@@ -104,7 +104,7 @@ def _data(config: DistillConfig, count: int) -> list[tuple[Packed, Blocks]]:
 
 def _steps(config: DistillConfig) -> tuple[Step, Step]:
     """Our step and the plain one, each with its own copy of the same weights."""
-    target = jetspec_jax.load_target(dtype=np.float32)
+    target = jetspec_jax.load_target(dtype="float32")
     head = DraftHead(head_config(config, target), rngs=nnx.Rngs(config.seed))
     settings = config.optimizer
     by_adam, by_muon = (
