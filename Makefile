@@ -13,7 +13,7 @@ test: $(VENV)/installed-test lint
 # Compiles for GPUs that are not there; JAX_PLATFORMS keeps the CUDA plugin from looking for one.
 test-plan: $(VENV)/installed-test
 	$(BIN)/pip install --quiet --editable '.[test,plan]'
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_topology.py tests/test_kernel_compile.py tests/test_training_memory.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_topology.py tests/test_kernel_compile.py tests/test_training_memory.py tests/test_plan.py
 
 # Compares with transformers on PyTorch, which nothing else needs.
 test-torch: $(VENV)/installed-test

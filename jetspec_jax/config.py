@@ -258,7 +258,8 @@ class HeadConfig(DecoderConfig):
     `target_layer_ids` are 0-based; id j taps the output of target layer j. `causal_head` says whether slot i
     sees slots <= i (JetSpec) or all of its block (DFlash). `mixed_fill` is the share of training blocks whose
     first slots held true tokens (0 for published heads); `enable_thinking` is the chat template's mode the
-    head was trained for, None when unknown.
+    head was trained for, None when unknown. `parent_rank` is the rank of the term that a drafted token's parent
+    adds to its logits (`jetspec_jax.path_tree`); 0, as in published heads, is no term.
     """
 
     block_size: int = dataclasses.field(kw_only=True)
@@ -268,8 +269,9 @@ class HeadConfig(DecoderConfig):
     causal_head: bool = dataclasses.field(kw_only=True)
     mixed_fill: float = dataclasses.field(kw_only=True, default=0.0)
     enable_thinking: bool | None = dataclasses.field(kw_only=True, default=None)
+    parent_rank: int = dataclasses.field(kw_only=True, default=0)
 
-    _NESTED = ("target_layer_ids", "mask_token_id", "causal_head", "mixed_fill", "enable_thinking")
+    _NESTED = ("target_layer_ids", "mask_token_id", "causal_head", "mixed_fill", "enable_thinking", "parent_rank")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,6 +279,7 @@ class HeadConfig(DecoderConfig):
         check_int("num_target_layers", self.num_target_layers, 1)
         check_int("mask_token_id", self.mask_token_id, 0)
         check_bool("causal_head", self.causal_head)
+        check_int("parent_rank", self.parent_rank, 0)
         if not isinstance(self.target_layer_ids, tuple) or not self.target_layer_ids:
             raise ValueError(f"target_layer_ids must list at least one target layer, got {self.target_layer_ids!r}")
         for layer in self.target_layer_ids:
@@ -312,6 +315,7 @@ class HeadConfig(DecoderConfig):
         nested = {name: flat.pop(name) for name in self._NESTED}
         nested["target_layer_ids"] = list(self.target_layer_ids)
         nested["causal"] = self.causal_head
+        nested["parent_rank"] = self.parent_rank or None  # a head without the term is written as published ones are
         return {
             "architectures": ["DFlashDraftModel"],
             **flat,

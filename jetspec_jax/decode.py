@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jetspec_jax.accept import Accepted, accept
 from jetspec_jax.cache import KVCache, gather_rows, write_rows
 from jetspec_jax.ops import after
+from jetspec_jax.path_tree import PathScorer, best_tree
 from jetspec_jax.sampling import Knobs, Mode, Noise, choose
 from jetspec_jax.sharding import constrain
 from jetspec_jax.target import TargetModel, TargetOutput
-from jetspec_jax.tree import Children, ChildScorer, TreeShape, ancestors, build_tree
+from jetspec_jax.tree import Children, ChildScorer, Tree, TreeShape, ancestors
 from kernels.pallas.tree_attention import Backend, causal_mask, pack_mask
 
 
@@ -40,7 +41,7 @@ class Drafter(Protocol):
 
     def scorer(
         self, target: TargetModel, context: Any, anchors: jax.Array, lengths: jax.Array, width: int
-    ) -> ChildScorer:
+    ) -> ChildScorer | PathScorer:
         """One drafting forward after `anchors` `[B]`."""
         ...
 
@@ -177,7 +178,7 @@ def prefill(
             tokens=write_rows(tokens, first, prompt_lengths, count),
             lengths=prompt_lengths,
             limits=limits,
-            finished=~live | _is_eos(first, eos_ids)[:, 0] | (prompt_lengths + 1 >= limits),
+            finished=~live | is_eos(first, eos_ids)[:, 0] | (prompt_lengths + 1 >= limits),
             keys=keys,
             rounds=jnp.zeros((batch,), jnp.int32),
             token_rounds=jnp.zeros((batch, capacity), jnp.int32),
@@ -210,11 +211,7 @@ def decode_round(
 ) -> DecodeState:
     """One round for every row (method: the round); finished rows come out as they went in."""
     depth = spec.tree.depth
-    anchors = jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)[:, 0]
-    scorer = drafter.scorer(target, state.context, anchors, state.lengths, spec.tree.width)
-    with jax.named_scope("tree"):
-        tree = build_tree(anchors, scorer, spec.tree)
-        seen = ancestors(tree, depth)
+    tree, seen = draft_tree(target, drafter, state, spec.tree)
     with jax.named_scope("verify"):
         positions = state.lengths[:, None] + tree.depths
         out = target(tree.tokens, positions, state.cache, state.lengths, pack_mask(seen), drafter.tap_ids)
@@ -224,10 +221,19 @@ def decode_round(
         return _commit(drafter, state, out, accept(tree, seen, chosen, depth), spec)
 
 
+def draft_tree(target: TargetModel, drafter: Drafter, state: DecodeState, shape: TreeShape) -> tuple[Tree, jax.Array]:
+    """The trees below every row's anchor, and `tree.ancestors` of them, `[B, N, N]`."""
+    anchors = jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)[:, 0]
+    scorer = drafter.scorer(target, state.context, anchors, state.lengths, shape.width)
+    with jax.named_scope("tree"):
+        tree = best_tree(anchors, scorer, shape)
+        return tree, ancestors(tree, shape.depth)
+
+
 def _commit(drafter: Drafter, state: DecodeState, out: TargetOutput, accepted: Accepted, spec: LoopSpec) -> DecodeState:
     """The state after the accepted tokens, cut at the first end of sequence or the cap, have joined it."""
     slots = jnp.arange(spec.tree.depth + 1, dtype=jnp.int32)[None]
-    ends = _is_eos(accepted.tokens, spec.eos_ids) & (slots < accepted.committed[:, None])
+    ends = is_eos(accepted.tokens, spec.eos_ids) & (slots < accepted.committed[:, None])
     until_eos = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1) + 1, spec.tree.depth + 1)
     room = state.limits - state.lengths - 1
     count = jnp.minimum(jnp.minimum(accepted.committed, until_eos), room).astype(jnp.int32)
@@ -261,7 +267,8 @@ def _by_row(state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, **placed)
 
 
-def _is_eos(tokens: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
+def is_eos(tokens: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
+    """Whether each of `tokens` ends a row; bool, in their shape."""
     found = jnp.zeros(tokens.shape, bool)
     for eos in eos_ids:
         found = found | (tokens == eos)

@@ -9,6 +9,7 @@ from flax import nnx
 from jetspec_jax.cache import KVCache, attend_to
 from jetspec_jax.config import HeadConfig
 from jetspec_jax.layers import Attend, DecoderLayer, KeyValue, Linear, RMSNorm
+from jetspec_jax.path_tree import ParentTerm, PathScorer
 from jetspec_jax.rope import Rope, rope_at
 from jetspec_jax.target import TargetModel
 from jetspec_jax.tree import ChildScorer, slot_scorer
@@ -19,7 +20,8 @@ class DraftHead(nnx.Module):
     """A few Qwen3 layers whose keys and values are `[context ; block]`.
 
     The context of every layer is its own k/v projection of the *same* fused feature (not of a residual stream),
-    so each committed token is projected once and cached. Embeddings and lm_head are the target's.
+    so each committed token is projected once and cached. Embeddings and lm_head are the target's. With a
+    `parent_rank`, `parent` is the term that a drafted token's parent adds to its logits.
     """
 
     def __init__(self, config: HeadConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
@@ -28,6 +30,8 @@ class DraftHead(nnx.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        if config.parent_rank:
+            self.parent = ParentTerm(config.vocab_size, config.parent_rank, rngs=rngs, dtype=dtype)
 
     @property
     def depth(self) -> int:
@@ -64,11 +68,12 @@ class DraftHead(nnx.Module):
 
     def scorer(
         self, target: TargetModel, context: KVCache, anchors: jax.Array, lengths: jax.Array, width: int
-    ) -> ChildScorer:
+    ) -> ChildScorer | PathScorer:
         """One forward: the scorer of every depth's tokens after `anchors` `[B]` at positions `lengths` `[B]`."""
         with jax.named_scope("draft"):
             hidden = self(target.embed(self.block_tokens(anchors)), context, lengths)
-            return slot_scorer(target.logits(hidden[:, 1:]), width)
+            logits = target.logits(hidden[:, 1:])
+            return PathScorer(logits, self.parent, width) if self.config.parent_rank else slot_scorer(logits, width)
 
     def __call__(self, embedded: jax.Array, cache: KVCache, lengths: jax.Array) -> jax.Array:
         """Hidden states `[B, S, E]` of every slot, for the target's lm_head.

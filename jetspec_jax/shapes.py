@@ -46,8 +46,14 @@ def target_shape(name: str) -> TargetConfig:
     raise ValueError(f"no shapes for the target {name!r}: give a directory with a config.json, or {', '.join(TARGETS)}")
 
 
-def head_shape(target: TargetConfig, num_hidden_layers: int = 5, block_size: int = 16) -> HeadConfig:
-    """A causal head in the shape of the target's own layers, as published ones are; its taps spaced by default."""
+def head_shape(
+    target: TargetConfig,
+    num_hidden_layers: int = 5,
+    block_size: int = 16,
+    target_layer_ids: tuple[int, ...] = (),
+    parent_rank: int = 0,
+) -> HeadConfig:
+    """A causal head in the shape of the target's own layers, as published ones are; no taps means those by default."""
     shared = {field.name: getattr(target, field.name) for field in dataclasses.fields(DecoderConfig)}
     return HeadConfig(
         **{**shared, "num_hidden_layers": num_hidden_layers},
@@ -55,5 +61,6 @@ def head_shape(target: TargetConfig, num_hidden_layers: int = 5, block_size: int
         num_target_layers=target.num_hidden_layers,
         mask_token_id=min(_MASK_TOKEN, target.vocab_size - 1),
         causal_head=True,
-        target_layer_ids=default_target_layer_ids(target.num_hidden_layers, num_hidden_layers),
+        target_layer_ids=target_layer_ids or default_target_layer_ids(target.num_hidden_layers, num_hidden_layers),
+        parent_rank=parent_rank,
     )

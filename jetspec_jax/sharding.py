@@ -53,6 +53,8 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
     ("down_proj.weight", ("embed", "mlp")),
     ("gate.weight", (None, "embed")),
     ("fc.weight", ("embed", "taps")),
+    ("parent.embed.weight", ("vocab", None)),
+    ("parent.unembed.weight", ("vocab", None)),
     ("norm.weight", (None,)),
 )
 
@@ -190,6 +192,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(*axes))
+
+
+def parts(axis: str) -> int:
+    """Into how many parts the mesh in force splits a logical axis; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in RULES[axis])
 
 
 def part_index(axis: str) -> jax.Array | int:

@@ -17,8 +17,8 @@ import jax
 class Chip(NamedTuple):
     """What XLA must know of a GPU. Sizes in bytes, bandwidth in bytes/s, clock in GHz.
 
-    `accelerated` says whether the architecture has instructions of its own (sm_90a, sm_100a); `tensor` is for us: the
-    data sheet's dense bfloat16 FLOP/s.
+    `accelerated` says whether the architecture has instructions of its own (sm_90a, sm_100a). Two are for us, from data
+    sheets: `tensor`, dense bfloat16 FLOP/s, and `link`, NVLink's bytes/s from a GPU to the others of its host.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Chip(NamedTuple):
     fpus_per_core: int
     clock: float
     tensor: float
+    link: float
 
     @property
     def architecture(self) -> str:
@@ -49,19 +50,19 @@ class Chip(NamedTuple):
 CHIPS = {
     "a100": Chip(
         "NVIDIA A100-SXM4-80GB", (8, 0), False, 108, 85_100_068_864, 2_039_040_000_000, 41_943_040, 167_936, 166_912,
-        64, 1.41, 312e12,
+        64, 1.41, 312e12, 300e9,
     ),
     "h100": Chip(
         "NVIDIA H100 80GB HBM3", (9, 0), True, 132, 84_942_979_072, 3_352_320_000_000, 52_428_800, 233_472, 232_448,
-        128, 1.98, 989e12,
+        128, 1.98, 989e12, 450e9,
     ),
     "h200": Chip(
         "NVIDIA H200", (9, 0), True, 132, 151_397_597_184, 4_800_000_000_000, 52_428_800, 233_472, 232_448,
-        128, 1.98, 989e12,
+        128, 1.98, 989e12, 450e9,
     ),
     "b200": Chip(
         "NVIDIA B200", (10, 0), True, 148, 191_514_411_008, 7_672_320_000_000, 132_644_864, 233_472, 232_448, 128,
-        1.965, 2250e12,
+        1.965, 2250e12, 900e9,
     ),
 }  # fmt: skip
 

@@ -9,8 +9,9 @@ import pytest
 from packed_case import TARGET, random_module
 
 from jetspec_jax.config import TargetConfig
+from jetspec_jax.path_tree import ParentTerm
 from jetspec_jax.target import TargetModel
-from train.chunked import Lessons, automatic_chunk, chunked_loss
+from train.chunked import Lessons, Student, automatic_chunk, chunked_loss
 from train.losses import LOSSES, check_loss
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
@@ -109,15 +110,20 @@ def test_a_loss_that_cannot_be_is_refused(name, temperature, message):
 ROWS, SLOTS, LENGTH = 2, 10, 7
 
 
-def hidden_case(dtype=np.float32):
-    """Hidden states and lessons; row 0 has two supervised slots, row 1 all but one."""
+def hidden_case(dtype=np.float32, rank=0):
+    """A student, a teacher's hidden states and lessons; row 0 has two supervised slots, row 1 all but one."""
     rng = np.random.default_rng(1)
+    term = None
+    if rank:
+        new = lambda _, rngs: ParentTerm(TARGET.vocab_size, rank, rngs=rngs, dtype=jnp.float32)  # noqa: E731
+        term = jax.tree.map(lambda x: x.astype(dtype), random_module(new, None, 2))
     states = [jnp.asarray(rng.normal(size=(ROWS, n, TARGET.hidden_size)), dtype) for n in (SLOTS, LENGTH)]
     draw = lambda high: rng.integers(0, high, (ROWS, SLOTS)).astype(np.int32)  # noqa: E731
     weights = np.zeros((ROWS, SLOTS), np.float32)
     weights[0, [3, 8]] = 0.5, 2
     weights[1, np.arange(SLOTS) != 4] = rng.uniform(0.1, 1, SLOTS - 1)
-    return *states, Lessons(draw(LENGTH), draw(TARGET.vocab_size), weights)
+    lessons = Lessons(draw(LENGTH), draw(TARGET.vocab_size), draw(6), weights)  # slots share parents
+    return Student(states[0], term), states[1], lessons
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
@@ -125,18 +131,26 @@ def hidden_case(dtype=np.float32):
 def plainly(student, target, teacher, lessons, name, temperature):
     """The loss, both argmaxes, and the gradient, with all logits at once."""
     taught = target.logits(teacher[jnp.arange(ROWS)[:, None], lessons.source])
-    drafted = target.logits(student)
+    drafted = target.logits(student.hidden)
+    if student.term is not None:
+        drafted = drafted + student.term.embed.weight[...][lessons.parent] @ student.term.unembed.weight[...].T
     losses = LOSSES[name](drafted, taught, lessons.truth, temperature)
     return jnp.sum(losses * lessons.weights), (jnp.argmax(drafted, -1), jnp.argmax(taught, -1))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("chunk", "name"), [(1, "forward_kl"), (4, "log_acceptance"), (16, "sft")])
-def test_chunks_give_the_loss_and_gradient_of_all_logits_at_once(chunk, name, tied):
+@pytest.mark.parametrize(
+    ("chunk", "name", "tied", "rank"),
+    [
+        (1, "forward_kl", False, 0), (1, "forward_kl", True, 3), (4, "log_acceptance", False, 3),
+        (4, "log_acceptance", True, 0), (16, "sft", False, 0), (16, "sft", True, 3), (3, "reverse_kl", False, 3),
+        (4, "total_variation", False, 3),
+    ],
+)  # fmt: skip
+def test_chunks_give_the_loss_and_gradient_of_all_logits_at_once(chunk, name, tied, rank):
     """With chunks that do and do not divide the slots, and slots without weight, which guess nothing."""
     fields = {**TARGET.__dict__, "tie_word_embeddings": tied}
     target = random_module(TargetModel, TargetConfig(**fields), 0)
-    student, teacher, lessons = hidden_case()
+    student, teacher, lessons = hidden_case(rank=rank)
     (want, arguments), slope = plainly(student, target, teacher, lessons, name, 1.0)
 
     def chunked(student, target):
@@ -145,7 +159,9 @@ def test_chunks_give_the_loss_and_gradient_of_all_logits_at_once(chunk, name, ti
 
     (value, results), (gradient, frozen) = jax.jit(jax.value_and_grad(chunked, (0, 1), has_aux=True))(student, target)
     np.testing.assert_allclose(value, 3 * want, rtol=1e-5)
-    np.testing.assert_allclose(gradient, 3 * slope, atol=1e-5)
+    for have, plain in zip(jax.tree.leaves(gradient), jax.tree.leaves(slope), strict=True):
+        np.testing.assert_allclose(have, 3 * plain, atol=1e-5)
+        assert np.any(have != 0)
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(frozen))
     for have, argument in zip((results.guess, results.best), arguments, strict=True):
         assert np.array_equal(have, np.where(lessons.weights > 0, argument, -1))
@@ -159,25 +175,27 @@ def test_chunks_of_slots_without_weight_are_not_computed():
     target = random_module(TargetModel, TARGET, 0)
     student, teacher, lessons = hidden_case()
     lessons = lessons._replace(weights=np.isin(np.arange(SLOTS), [1, 2, 6, 9])[None].repeat(ROWS, 0).astype(np.float32))
-    poisoned = jnp.where(lessons.weights[..., None] > 0, student, jnp.nan)
+    poisoned = Student(jnp.where(lessons.weights[..., None] > 0, student.hidden, jnp.nan), None)
     total = jax.jit(jax.value_and_grad(lambda x: chunked_loss(x, target, teacher, lessons, "forward_kl", 1.0, 2).loss))
     value, gradient = total(poisoned)
     np.testing.assert_allclose(value, total(student)[0], rtol=1e-6)
-    assert np.array_equal(np.any(gradient != 0, axis=-1), lessons.weights > 0)
+    assert np.array_equal(np.any(gradient.hidden != 0, axis=-1), lessons.weights > 0)
 
 
 def test_bfloat16_states_have_their_loss_in_float32():
     """Equal, to float32's precision, to the loss of the same rounded numbers computed in float32."""
     target = random_module(TargetModel, TARGET, 0)
-    student, teacher, lessons = hidden_case(jnp.bfloat16)
+    student, teacher, lessons = hidden_case(jnp.bfloat16, rank=3)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target)
     chunked = jax.jit(jax.value_and_grad(lambda x: chunked_loss(x, half, teacher, lessons, "forward_kl", 1.0, 4).loss))
     value, gradient = chunked(student)
     student, full, teacher = jax.tree.map(lambda x: x.astype(jnp.float32), (student, half, teacher))
     (want, _), slope = plainly(student, full, teacher, lessons, "forward_kl", 1.0)
-    assert value.dtype == jnp.float32 and gradient.dtype == jnp.bfloat16
+    assert value.dtype == jnp.float32
     np.testing.assert_allclose(value, want, rtol=1e-5)
-    np.testing.assert_allclose(gradient.astype(np.float32), slope, atol=0.01 * np.abs(slope).max())
+    for have, plain in zip(jax.tree.leaves(gradient), jax.tree.leaves(slope), strict=True):
+        assert have.dtype == jnp.bfloat16
+        np.testing.assert_allclose(have.astype(np.float32), plain, atol=0.01 * np.abs(plain).max())
 
 
 def test_the_automatic_chunk_follows_the_vocabulary_and_the_rows():

@@ -1,4 +1,4 @@
-"""Mixture of experts: both ways through the experts against a plain sum, whatever the router does."""
+"""Mixture of experts: all ways through the experts against a plain sum, whatever the router does."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("way", ["by_group", "by_tile"])
+@pytest.mark.parametrize("way", ["by_group", "by_tile", "by_round"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_experts_give_the_weighted_sum_of_the_chosen(block, way, route):
     """No row is dropped, however many share an expert, and experts without rows change nothing."""
@@ -57,7 +57,7 @@ def test_experts_give_the_weighted_sum_of_the_chosen(block, way, route):
     np.testing.assert_allclose(out, plain_sum(block.experts, x, weights, chosen), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["by_group", "by_tile"])
+@pytest.mark.parametrize("way", ["by_group", "by_tile", "by_round"])
 def test_a_row_depends_on_itself_alone(block, way):
     """Neither other rows nor NaN and infinity in padding rows change a row by a bit."""
     x = inputs()

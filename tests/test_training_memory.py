@@ -24,6 +24,12 @@ def test_the_loss_and_its_gradient_stay_under_one_and_a_half_gigabytes(name):
     assert training_memory.loss_bytes(loss=name) < 1.5e9
 
 
+def test_a_parent_term_adds_little_more_than_its_gradient():
+    """Of rank 64, its gradient is 78 MB in float32, summed over the chunks in place."""
+    added = training_memory.loss_bytes(parent_rank=64) - training_memory.loss_bytes()
+    assert added < 0.3e9
+
+
 def test_without_chunks_the_loss_would_not_fit():
     """What is measured above is what chunks bound."""
     assert training_memory.loss_bytes(chunk=4096) > 10e9
@@ -50,5 +56,6 @@ def test_on_an_h100_loss_and_attention_stay_under_one_and_a_half_gigabytes():
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     sizes = json.loads(done.stdout)
-    assert set(sizes) == {"loss_bytes", "block_attention_bytes", "document_attention_bytes"}
+    parts = {"loss_bytes", "loss_bytes_with_parent_term", "block_attention_bytes", "document_attention_bytes"}
+    assert set(sizes) == parts
     assert max(sizes.values()) < 1.5e9, sizes

@@ -12,17 +12,19 @@ from flax import nnx
 
 from jetspec_jax.config import TargetConfig
 from jetspec_jax.layers import KeyValue
+from jetspec_jax.path_tree import ParentTerm
 from jetspec_jax.target import TargetModel
 from kernels.topology import gpu_devices
 from train.attention import block_attention, document_attention
-from train.chunked import Lessons, automatic_chunk, chunked_loss
+from train.chunked import Lessons, Student, automatic_chunk, chunked_loss
 
 VOCAB, FEATURES, LENGTH, ANCHORS, SLOTS = 151_936, 4096, 3072, 256, 16
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
-def loss_bytes(device=None, *, loss="forward_kl", chunk=None):
-    """Temporaries of the loss of all slots of one row, and of its gradient, in bfloat16."""
+def loss_bytes(device=None, *, loss="forward_kl", chunk=None, parent_rank=0):
+    """Temporaries of the loss of all slots of one row, and of its gradient, in bfloat16; the parent term's weights are
+    float32, as in training."""
     config = TargetConfig(
         vocab_size=VOCAB, hidden_size=FEATURES, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
@@ -35,8 +37,11 @@ def loss_bytes(device=None, *, loss="forward_kl", chunk=None):
         results = chunked_loss(*args, loss, 1.0, chunk)
         return results.loss, results
 
-    lessons = Lessons(*(shape(1, slots, dtype=dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)))
-    args = shape(1, slots, FEATURES), target, shape(1, LENGTH, FEATURES), lessons
+    lessons = Lessons(*(shape(1, slots, dtype=dtype) for dtype in (*(jnp.int32,) * 3, jnp.float32)))
+    term = None
+    if parent_rank:
+        term = jax.eval_shape(lambda: ParentTerm(VOCAB, parent_rank, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    args = Student(shape(1, slots, FEATURES), term), target, shape(1, LENGTH, FEATURES), lessons
     return temporaries(jax.value_and_grad(objective, has_aux=True), args, device)
 
 
@@ -76,4 +81,5 @@ def temporaries(function, args, device):
 if __name__ == "__main__":
     [h100] = gpu_devices("h100")
     parts = loss_bytes, block_attention_bytes, document_attention_bytes
-    print(json.dumps({part.__name__: part(h100) for part in parts}))
+    sizes = {part.__name__: part(h100) for part in parts}
+    print(json.dumps({**sizes, "loss_bytes_with_parent_term": loss_bytes(h100, parent_rank=64)}))

@@ -61,10 +61,17 @@ class DistillConfig:
     `mixed_fill` is the share of blocks whose first slots hold true tokens; `gamma` the loss decay over slots
     (0: none); `loss` is a name of train.losses and `temperature` that of both distributions. `logit_chunk` slots of
     each row have their logits in memory at once (0: by the vocabulary's size). `target_layer_ids` empty means the
-    default spacing.
+    default spacing. `parent_rank` is the rank of the term that a token's parent adds to its logits (0: none).
+    `init_head` is a draft head's directory or hub id to start from; its layers, taps, block size and causality then
+    count, not those given here. `train_only` names the part of it that is trained, such as "parent", the rest being
+    frozen; empty is all of it.
     `mesh` splits target, head and batch over devices ("data=2,fsdp=4"; empty: one device). The target is held in
     `target_dtype`; the head has float32 weights and computes in `compute_dtype`. A step takes its batch in
     `micro_batches` equal parts, one after another.
+    Every `log_every` steps metrics are written, every `save_every` a checkpoint, of which the newest `keep_last` stay.
+    Every `eval_every` steps (0: never) the head drafts for the first `eval_count` prompts of `eval_prompts` (as for
+    train.regenerate's --prompts), `eval_batch_size` at a time and up to `eval_max_new_tokens` each: as a chain and in
+    trees of each of `eval_budgets` nodes.
     """
 
     target: str = ""
@@ -81,6 +88,9 @@ class DistillConfig:
     target_layer_ids: tuple[int, ...] = ()
     causal_head: bool = True
     mixed_fill: float = 0.5
+    parent_rank: int = 0
+    init_head: str = ""
+    train_only: str = ""
     gamma: float = 0.0
     loss: str = "forward_kl"
     temperature: float = 1.0
@@ -90,6 +100,14 @@ class DistillConfig:
     target_dtype: str = "float32"
     compute_dtype: str = "float32"
     log_every: int = 50
+    save_every: int = 500
+    keep_last: int = 2
+    eval_every: int = 0
+    eval_prompts: str = ""
+    eval_count: int = 20
+    eval_batch_size: int = 4
+    eval_budgets: tuple[int, ...] = (16, 64, 256)
+    eval_max_new_tokens: int = 256
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
 
@@ -98,3 +116,12 @@ def check_positive(config: object, *names: str) -> None:
     for name in names:
         if getattr(config, name) <= 0:
             raise ValueError(f"--config.{name} must be above 0, got {getattr(config, name)}")
+
+
+def check_fill(mixed_fill: float, causal: bool) -> None:
+    """Raises ValueError when blocks of a bidirectional head are to hold true tokens."""
+    if mixed_fill and not causal:
+        raise ValueError(
+            "--config.mixed_fill needs a causal head: a bidirectional one sees, in the next filled slot, the token "
+            "that a filled slot learns; set --config.mixed_fill=0"
+        )

@@ -1,127 +1,259 @@
-"""`python -m train.distill --config configs/tiny.py`: trains a draft head for a frozen target."""
+"""`python -m train.distill --config configs/tiny.py`: trains a draft head for a frozen target.
+
+The run directory `--config.out` holds run.json (config, data, versions), metrics.jsonl, TensorBoard files, checkpoints,
+and, from the first checkpoint on, the head in the published format; `best` holds the one with the highest tau.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import pathlib
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import grain
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
-from flax import nnx
+from jax.experimental import multihost_utils
 from ml_collections import config_flags
 
-import jetspec_jax
-from jetspec_jax.config import HeadConfig, default_target_layer_ids
-from jetspec_jax.head import DraftHead
-from jetspec_jax.models import Target
-from train.config import DistillConfig, check_positive
-from train.data import bucketed_batches, packed_batches
-from train.losses import check_loss
-from train.objective import sample_blocks
-from train.optimizer import make_optimizer
-from train.sources import open_documents
-from train.step import Objective, new_state, train_step
+from jetspec_jax.compiled import enable_compilation_cache
+from jetspec_jax.sharding import use
+from kernels.topology import CHIPS
+from train.argmax_share import low_share_warning
+from train.checkpoints import Checkpoints, export
+from train.config import DistillConfig
+from train.data import Packed
+from train.files import locked
+from train.metrics import MetricsLog, Window
+from train.optimizer import schedule
+from train.placing import place_rows
+from train.plan import plan_run
+from train.run_record import CHECKPOINTS, RunRecord, to_continue
+from train.setup import Setup, check_config, derived, fingerprint, make_setup, versions
+from train.step import MAX_SKIPPED, TrainState, train_step
+from train.tau import HeldOut, deciding, held_out
+
+BEST = "best"
 
 
-def head_config(config: DistillConfig, target: Target) -> HeadConfig:
-    """The head that `config` describes, in the shape of the target's own layers.
+class Interrupted(Exception):
+    """The run was told to end by a signal, and is saved."""
+
+    def __init__(self, number: int):
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+
+class Diverged(Exception):
+    """Too many steps in a row were not finite; the run is saved."""
+
+
+def distill(config: DistillConfig, *, resume: str = "never") -> pathlib.Path:
+    """Trains the head that `config` describes; returns the run directory.
+
+    Args:
+        resume: "never" refuses a directory that holds a run; "auto" continues the run that is there, if there is one.
 
     Raises:
-        ValueError: the tokenizer has no mask token, or the taps do not fit the target.
+        ValueError: config, target, data, devices or run directory cannot be used as they are.
+        Interrupted: by SIGTERM or SIGINT; the state is saved.
+        Diverged: ten steps in a row were not finite; the state is saved.
     """
-    shape = target.config
-    if config.mixed_fill and not config.causal_head:
-        raise ValueError(
-            "--config.mixed_fill needs a causal head: a bidirectional one sees, in the next filled slot, the token "
-            "that a filled slot learns; set --config.mixed_fill=0"
-        )
-    mask = None if target.tokenizer is None else target.tokenizer.mask_token_id
-    if mask is None:
-        raise ValueError(f"{target.path}: the tokenizer has no mask_token, which the head's empty slots need")
-    taps = tuple(config.target_layer_ids) or default_target_layer_ids(shape.num_hidden_layers, config.num_hidden_layers)
-    shared = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "rope_theta",
-        "max_position_embeddings",
-    )
-    return HeadConfig(
-        **{name: getattr(shape, name) for name in shared},
-        num_hidden_layers=config.num_hidden_layers,
-        block_size=config.block_size,
-        num_target_layers=shape.num_hidden_layers,
-        target_layer_ids=taps,
-        mask_token_id=mask,
-        causal_head=config.causal_head,
-        mixed_fill=config.mixed_fill,
-    )
-
-
-def distill(config: DistillConfig) -> pathlib.Path:
-    """Trains the head that `config` describes; returns the directory it was saved in."""
-    check_positive(config, "steps", "batch_size", "length", "anchors", "num_hidden_layers", "temperature", "log_every")
-    check_loss(config.loss, config.temperature)
-    target = jetspec_jax.load_target(config.target, dtype=jnp.float32)
-    layout = head_config(config, target)
-    documents = open_documents(config.data, target)
-    for warning in documents.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
-    head = DraftHead(layout, rngs=nnx.Rngs(config.seed))
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    state = new_state(head, optimizer)
-    objective = Objective(config.gamma, config.temperature, config.loss, logit_chunk=config.logit_chunk)
-    in_rows = packed_batches if config.packed else bucketed_batches
-    batches = in_rows(documents, length=config.length, batch_size=config.batch_size, seed=config.seed)
+    check_config(config)
     out = pathlib.Path(config.out)
+    continued = to_continue(out, resume)
+    _everyone("looked at the run directory")
     out.mkdir(parents=True, exist_ok=True)
-    start, recent = time.perf_counter(), []
-    with open(out / "log.jsonl", "w") as log:
-        for step, batch in zip(range(1, config.steps + 1), batches, strict=False):
-            # A function of the step, so that a resumed run draws the same blocks.
-            rng = np.random.default_rng((config.seed, step))
-            blocks = sample_blocks(batch, config.anchors, config.block_size, config.mixed_fill, rng)
-            state, metrics = train_step(state, target.model, batch, blocks, optimizer=optimizer, objective=objective)
-            recent.append(metrics.blocks)
-            if step % config.log_every == 0 or step == config.steps:
-                means = jax.tree.map(lambda *values: sum(values), *jax.device_get(recent))
-                recent = []
-                line = {
-                    "step": step,
-                    "loss": round(float(means.loss), 4),
-                    "agreement": [round(float(share), 4) for share in means.agreement],
-                    "chain_accepted": round(float(means.accepted), 3),
-                    "coverage": round(float(means.coverage), 4),
-                    "seconds": round(time.perf_counter() - start),
-                }
-                print(json.dumps(line), file=log, flush=True)
-                print(json.dumps(line), flush=True)
-    jetspec_jax.save_draft_head(out, state.head)
+    with locked(out) if jax.process_index() == 0 else contextlib.nullcontext():
+        setup = make_setup(config)
+        evaluation = held_out(config, setup.target, setup.documents.enable_thinking)
+        _record(out, setup, continued)
+        with contextlib.closing(Checkpoints(out / CHECKPOINTS, config.keep_last)) as checkpoints:
+            batches = setup.batches()
+            found = checkpoints.restore(setup.abstract_state(), batches) if continued else None
+            state, step, best = found or (setup.new_state(), 0, None)
+            if found:
+                _say(f"continuing after step {step} of {config.steps}")
+            log = MetricsLog(out, step, config.steps, write=jax.process_index() == 0)
+            run = _Run(setup, out, checkpoints, log, evaluation, best)
+            with contextlib.closing(log), _signals() as told, use(setup.mesh):
+                run.steps(state, step, batches, told)
     return out
+
+
+@dataclasses.dataclass
+class _Run:
+    """A run under way. `best` is the highest tau so far."""
+
+    setup: Setup
+    out: pathlib.Path
+    checkpoints: Checkpoints
+    log: MetricsLog
+    evaluation: HeldOut | None
+    best: float | None
+
+    def steps(
+        self, state: TrainState, done: int, batches: grain.DatasetIterator[Packed], told: Callable[[int], int]
+    ) -> None:
+        """All steps after the first `done`; the last one's state is saved when this returns."""
+        setup, config = self.setup, self.setup.config
+        window = Window()
+        saved, step = done, done
+        for step in range(done + 1, config.steps + 1):
+            batch = next(batches)
+            placed = place_rows((batch, setup.blocks(step, batch)), setup.mesh)
+            state, metrics = train_step(
+                state, setup.target.model, *placed, optimizer=setup.optimizer, objective=setup.objective
+            )
+            window.add(metrics, setup.flops(batch))
+            self.log.stepped()
+            ended, number, report = step == config.steps, told(step), {}
+            if ended or number or step % config.log_every == 0:
+                report = self._report(step, window)
+            failing = report.get("skipped_in_a_row", 0) >= MAX_SKIPPED
+            started = time.perf_counter()
+            taus = self._evaluate(step, state) if ended or step % (config.eval_every or config.steps) == 0 else None
+            if ended or number or failing or taus or step % config.save_every == 0:
+                self._save(step, state, batches, taus)
+                saved = step
+            window.pause(time.perf_counter() - started)
+            if number or failing:
+                self.checkpoints.wait()
+                raise (
+                    Interrupted(number)
+                    if number
+                    else Diverged(
+                        f"{report['skipped_in_a_row']} steps in a row had no finite loss or gradient, up to step {step}; "
+                        f"the state is saved in {self.out}; try a lower learning rate or look at the data"
+                    )
+                )
+        self.checkpoints.wait()
+        assert saved == step
+        export(self.out, state.head)
+
+    def _report(self, step: int, window: Window) -> dict[str, Any]:
+        config = self.setup.config
+        report = window.summary(self.setup.peak)
+        taken = max(step - report["skipped"] - 1, 0)
+        rate = float(schedule(config.optimizer, config.optimizer.learning_rate, config.steps)(taken))
+        self.log.report(step, {"learning_rate": rate, **report})
+        return report
+
+    def _evaluate(self, step: int, state: TrainState) -> dict[str, float] | None:
+        if self.evaluation is None:
+            return None
+        started = time.perf_counter()
+        taus = self.evaluation.tau(self.setup.target, state.head)
+        self.log.report(step, {"tau": taus, "evaluation_seconds": round(time.perf_counter() - started, 2)})
+        return taus
+
+    def _save(
+        self, step: int, state: TrainState, batches: grain.DatasetIterator[Packed], taus: dict[str, float] | None
+    ) -> None:
+        """A checkpoint and the head; the head as the best one too, when it is."""
+        tau = None if taus is None else deciding(taus)
+        self.checkpoints.save(step, state, batches, tau)
+        export(self.out, state.head)
+        if tau is not None and (self.best is None or tau > self.best):
+            self.best = tau
+            export(self.out / BEST, state.head)
+
+
+def _record(out: pathlib.Path, setup: Setup, continued: bool) -> None:
+    """Holds the run against its record, or writes the record; says what the run is."""
+    marks = fingerprint(setup)
+    if continued:
+        RunRecord.read(out).check_same(out, marks)
+    numbers = derived(setup)
+    for warning in setup.documents.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if not continued:
+        share = setup.argmax_share()
+        numbers["argmax_share"] = round(share, 4)
+        warning = low_share_warning(share)
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr)
+    config = dataclasses.asdict(setup.config)
+    _say(json.dumps({"config": config, "derived": numbers}, indent=2))
+    _everyone("read the record")
+    if not continued and jax.process_index() == 0:
+        RunRecord(marks, config, numbers, versions()).write(out)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Callable[[int], int]]:
+    """While entered, SIGTERM and SIGINT are noted once; a second one ends the process at once.
+
+    Yields:
+        Given the step that was just taken, the number of the signal to end for, else 0. Several processes agree on
+        the step by way of JAX's preemption service, which notes SIGTERM.
+    """
+    if jax.process_count() > 1:
+        yield lambda step: signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
+        return
+    received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda step: received[0] if received else 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _everyone(what: str) -> None:
+    """Waits until every process is here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
+def _say(text: str) -> None:
+    """Prints it once, however many processes there are."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
 
 
 def main(argv: list[str]) -> None:
     """The command."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    if flags.FLAGS.compilation_cache:
+        enable_compilation_cache()
     try:
-        out = distill(flags.FLAGS.config)
+        if flags.FLAGS.plan:
+            raise SystemExit(plan_run(flags.FLAGS.config, flags.FLAGS.chip, flags.FLAGS.devices))
+        out = distill(flags.FLAGS.config, resume=flags.FLAGS.resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    print(f"saved {out}")
+    except Interrupted as error:
+        print(f"{error}; saved, --resume=auto continues", file=sys.stderr)
+        raise SystemExit(128 + error.number) from None
+    except (Diverged, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    _say(f"saved {out}")
 
 
 if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", "configs/tiny.py", "Config file with get_config().")
+    flags.DEFINE_enum("resume", "never", ["never", "auto"], "What to do with a run that --config.out holds already.")
+    flags.DEFINE_bool(
+        "plan", False, "Compile the step for GPUs that need not be there, print its memory and time, stop."
+    )
+    flags.DEFINE_enum("chip", "h100", sorted(CHIPS), "The GPU that --plan compiles for.")
+    flags.DEFINE_integer("devices", 8, "How many of them.", lower_bound=1)
+    flags.DEFINE_bool("compilation_cache", True, "Keep compiled programs in $XDG_CACHE_HOME/jetspec_jax.")
     app.run(main)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from jetspec_jax.chat import thinking_mode
 from jetspec_jax.engine import GenerationConfig
 from jetspec_jax.models import Target
+from train.files import write_json
 
 MANIFEST = "manifest.json"
 DATA = "data.jsonl"
@@ -55,14 +55,7 @@ class Manifest:
 
     def write(self, directory: pathlib.Path) -> None:
         """Replaces the directory's manifest in one step, so that a reader never sees half of it."""
-        path = directory / MANIFEST
-        part = path.with_suffix(".part")
-        with open(part, "w") as file:
-            json.dump(dataclasses.asdict(self), file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        write_json(directory / MANIFEST, dataclasses.asdict(self))
 
     def check_same(self, directory: pathlib.Path, settings: dict[str, Any]) -> None:
         """Raises ValueError, naming every field that differs, unless `settings` are the ones of this manifest."""
@@ -110,7 +103,7 @@ def text_settings(
     return {
         "model": target.name,
         "revision": _revision(target.path),
-        "model_sha256": _model_digest(target.path),
+        "model_sha256": model_digest(target.path),
         "dtype": dtype,
         "chat_template_sha256": None if template is None else _sha256(json.dumps(template)),
         "enable_thinking": thinking_mode(target, enable_thinking),
@@ -128,7 +121,7 @@ def _revision(path: pathlib.Path) -> str | None:
     return parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None
 
 
-def _model_digest(path: pathlib.Path) -> str:
+def model_digest(path: pathlib.Path) -> str:
     """Digest of the files that make a model, so that a retrained one in the same place is another."""
     digest = hashlib.sha256()
     for file in sorted({file for pattern in _IDENTITY for file in path.glob(pattern)}):

@@ -14,9 +14,10 @@ import numpy as np
 from jetspec_jax.head import DraftHead
 from jetspec_jax.layers import Attend, KeyValue
 from jetspec_jax.rope import rope_at
+from jetspec_jax.sharding import parts
 from jetspec_jax.target import TargetModel
 from train.attention import block_attention
-from train.chunked import Lessons, SlotResults, automatic_chunk, chunked_loss
+from train.chunked import Lessons, SlotResults, Student, automatic_chunk, chunked_loss
 from train.data import Packed
 from train.losses import check_loss
 
@@ -109,7 +110,8 @@ def supervision(batch: Packed, blocks: Blocks, block_size: int, gamma: float) ->
     A MASK slot i learns the distribution of token anchor + i, which the target gives at anchor + i - 1. A filled
     slot already knows its own token and learns the one after it; the anchor counts as filled in filled blocks and
     learns nothing in others. A slot whose predicted token lies past its document learns nothing. Weights decay
-    with the distance from the anchor to the predicted token: exp(-(distance - 1) / gamma).
+    with the distance from the anchor to the predicted token: exp(-(distance - 1) / gamma). The parent of a slot's
+    token is the true one before it, whether the slot's block shows it or not (teacher forcing).
     """
     length = batch.tokens.shape[1]
     slots = jnp.arange(block_size)[None, None]
@@ -122,7 +124,8 @@ def supervision(batch: Packed, blocks: Blocks, block_size: int, gamma: float) ->
     inside = (source + 1 < length) & (_at(batch.documents, predicted) == document)
     counted = inside & blocks.live[..., None] & ((slots > 0) | (filled > 0))
     decay = jnp.exp(-ahead.astype(jnp.float32) / gamma) if gamma else jnp.ones(ahead.shape)
-    return Lessons(jnp.clip(source, 0, length - 1), _at(batch.tokens, predicted), jnp.where(counted, decay, 0.0))
+    source = jnp.clip(source, 0, length - 1)
+    return Lessons(source, _at(batch.tokens, predicted), _at(batch.tokens, source), jnp.where(counted, decay, 0.0))
 
 
 def draft_blocks(head: DraftHead, target: TargetModel, batch: Packed, taps: jax.Array, blocks: Blocks) -> jax.Array:
@@ -184,8 +187,8 @@ def distillation_loss(
         temperature: of both distributions.
         loss: a name of `train.losses.LOSSES`.
         compute_dtype: what the head computes in; its weights' own by default.
-        logit_chunk: slots of each row whose logits are held at once; 0 is what `automatic_chunk` gives for the whole
-            batch on one device.
+        logit_chunk: slots of each row whose logits are held at once; 0 is what `automatic_chunk` gives for the rows
+            and words of one device.
 
     Raises:
         ValueError: no such loss, or a temperature or chunk that cannot be.
@@ -199,8 +202,11 @@ def distillation_loss(
     drafted = draft_blocks(head, target, batch, taps, blocks)
     lessons = supervision(batch, blocks, head.config.block_size, gamma)
     drafted, lessons = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), (drafted, lessons))
-    chunk = logit_chunk or automatic_chunk(target.config.vocab_size, *lessons.weights.shape)
-    results = chunked_loss(drafted, target, hidden, lessons, loss, temperature, chunk)
+    rows, slots = lessons.weights.shape
+    words = target.config.vocab_size // parts("vocab")
+    chunk = logit_chunk or automatic_chunk(words, max(1, rows // parts("batch")), slots)
+    student = Student(drafted, head.parent if head.config.parent_rank else None)
+    results = chunked_loss(student, target, hidden, lessons, loss, temperature, chunk)
     metrics = _metrics(blocks, lessons, results, head.config.block_size)
     return metrics.loss, jax.lax.stop_gradient(metrics)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import IO, TextIO
 
 import numpy as np
@@ -25,6 +24,7 @@ import jetspec_jax
 from jetspec_jax.engine import GenerationConfig, GenerationResult
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
+from train.files import locked
 from train.manifest import DATA, MANIFEST, Manifest, answered, count_answer, text_settings
 from train.prompts import answer_order, read_prompts, tokenised
 
@@ -57,7 +57,7 @@ def regenerate(
     """
     out.mkdir(parents=True, exist_ok=True)
     order = answer_order(rows, _WINDOW)
-    with _locked(out):
+    with locked(out):
         if (out / MANIFEST).exists():
             Manifest.read(out).check_same(out, manifest.settings)
         elif (out / DATA).exists():
@@ -99,17 +99,6 @@ def _append(
         count_answer(counts, row)
     data.flush()
     os.fsync(data.fileno())
-
-
-@contextlib.contextmanager
-def _locked(out: pathlib.Path) -> Iterator[None]:
-    """Keeps a second process out of a directory; the lock ends with the process, however it ends."""
-    with open(out / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process writes to {out}; wait for it, or give another --out") from None
-        yield
 
 
 class _Progress:

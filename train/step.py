@@ -17,11 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jetspec_jax.checkpoint import parameter_name
 from jetspec_jax.head import DraftHead
-from jetspec_jax.sharding import parameter_spec, spec
+from jetspec_jax.sharding import constrain, parameter_spec, spec
 from jetspec_jax.target import TargetModel
 from train.data import Packed
 from train.objective import BlockMetrics, Blocks, distillation_loss
 from train.packed import target_forward
+
+MAX_SKIPPED = 10
+"""Steps in a row that may be skipped for not being finite."""
 
 
 class Objective(NamedTuple):
@@ -57,16 +60,21 @@ class TrainState:
 
 
 class StepMetrics(NamedTuple):
-    """What a step reports.
+    """What a step reports, each array whole on every device.
 
     blocks: sums over the batch's blocks.
     gradient_norm: float32 `[]`, global, before clipping.
     finite: bool `[]`; false for a step that changed no weights.
+    tokens: int32 `[]`, of the batch, padding left out.
+    skipped, skipped_in_a_row: as in the `TrainState` after the step.
     """
 
     blocks: BlockMetrics
     gradient_norm: jax.Array
     finite: jax.Array
+    tokens: jax.Array
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
 
 
 def new_state(head: DraftHead, optimizer: optax.GradientTransformation) -> TrainState:
@@ -97,19 +105,24 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """The state after one batch. A loss or gradient that is not finite changes nothing but the counts.
 
+    `MAX_SKIPPED` such steps in a row are an end: no later step changes anything either, so that whoever runs the steps
+    may look at the counts now and then only.
+
     Args:
         batch: `[B, L]`; B is a multiple of `micro_batches` on every device.
         blocks: `[B, A]`.
     """
     grads, blocks_metrics = _gradient(state.head, target, batch, blocks, objective)
     norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(norm) & jnp.isfinite(blocks_metrics.total)
+    finite = jnp.isfinite(norm) & jnp.isfinite(blocks_metrics.total) & (state.skipped_in_a_row < MAX_SKIPPED)
     updates, moments = optimizer.update(grads, state.optimizer, state.head)
     changed = optax.apply_updates(state.head, updates), moments
     head, moments = jax.tree.map(functools.partial(jnp.where, finite), changed, (state.head, state.optimizer))
     bad = 1 - finite.astype(jnp.int32)
     after = TrainState(state.step + 1, head, moments, state.skipped + bad, (state.skipped_in_a_row + bad) * bad)
-    return _laid_out(after), StepMetrics(blocks_metrics, norm, finite)
+    tokens = jnp.sum(batch.documents > 0, dtype=jnp.int32)
+    metrics = StepMetrics(blocks_metrics, norm, finite, tokens, after.skipped, after.skipped_in_a_row)
+    return _laid_out(after), jax.tree.map(constrain, metrics)
 
 
 def _gradient(

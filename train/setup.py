@@ -1,0 +1,265 @@
+"""What a run of `train.distill` is made of, from its config: models, data, optimizer, and where they lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import platform
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+import jetspec_jax
+from jetspec_jax.checkpoint import parameter_name
+from jetspec_jax.config import HeadConfig, default_target_layer_ids
+from jetspec_jax.head import DraftHead
+from jetspec_jax.models import Target
+from jetspec_jax.sharding import describe, misfits, parameter_sharding, use
+from kernels.topology import CHIPS
+from train.argmax_share import argmax_share
+from train.config import DistillConfig, check_fill, check_positive
+from train.data import Packed, bucketed_batches, packed_batches, pad_batch
+from train.flops import step_flops
+from train.losses import check_loss
+from train.manifest import model_digest
+from train.objective import Blocks, sample_blocks
+from train.optimizer import make_optimizer
+from train.placing import Share, check_rows, place_rows, share_of_rows, training_mesh
+from train.sources import Documents, open_documents
+from train.step import Objective, TrainState, new_state, state_shardings
+from train.upgrade import initial_layout, only, with_layout, with_weights
+
+_DTYPES = ("float32", "bfloat16")
+_PACKAGES = ("jetspec-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A run's parts. `layout` is the head's, `share` the part of every batch that this process reads."""
+
+    config: DistillConfig
+    target: Target
+    documents: Documents
+    layout: HeadConfig
+    mesh: Mesh | None
+    optimizer: optax.GradientTransformation
+    objective: Objective
+    share: Share
+
+    def new_state(self) -> TrainState:
+        """The state before the first step, created where it is to lie."""
+        head = new_head(self.config, self.layout, self.target)
+        make = functools.partial(new_state, optimizer=self.optimizer)
+        shardings = None if self.mesh is None else state_shardings(jax.eval_shape(make, head), self.mesh)
+        with use(self.mesh):
+            return jax.jit(make, out_shardings=shardings, donate_argnums=0)(head)
+
+    def abstract_state(self) -> TrainState:
+        """The shapes of a state, and where they lie."""
+        layout = self.layout
+        head = jax.eval_shape(lambda: DraftHead(layout, rngs=nnx.Rngs(0)))
+        state = jax.eval_shape(functools.partial(new_state, optimizer=self.optimizer), head)
+        if self.mesh is None:
+            device = SingleDeviceSharding(jax.local_devices()[0])
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
+        places = state_shardings(state, self.mesh)
+        return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)
+
+    def batches(self) -> grain.DatasetIterator[Packed]:
+        """This process's rows of every batch, from the first one on."""
+        in_rows = packed_batches if self.config.packed else bucketed_batches
+        return in_rows(
+            self.documents,
+            length=self.config.length,
+            batch_size=self.config.batch_size // self.share.count,
+            seed=self.config.seed,
+            process_index=self.share.index,
+            process_count=self.share.count,
+        )
+
+    def blocks(self, step: int, batch: Packed) -> Blocks:
+        """The blocks of this process's rows: a function of the step, so that a resumed run draws the same."""
+        rng = np.random.default_rng((self.config.seed, step, self.share.index))
+        return sample_blocks(batch, self.config.anchors, self.config.block_size, self.config.mixed_fill, rng)
+
+    def flops(self, batch: Packed) -> float:
+        """Of one step over all rows that are as wide as this process's."""
+        return step_flops(
+            self.target.config,
+            self.layout,
+            rows=self.config.batch_size,
+            length=batch.tokens.shape[1],
+            anchors=min(self.config.anchors, batch.tokens.shape[1]),
+        )
+
+    @property
+    def peak(self) -> float | None:
+        """Dense bfloat16 FLOP/s of all devices together; None where their data sheet is not known."""
+        kind = jax.devices()[0].device_kind
+        chips = [chip for chip in CHIPS.values() if chip.name == kind]
+        return chips[0].tensor * (1 if self.mesh is None else self.mesh.size) if chips else None
+
+    def argmax_share(self) -> float:
+        """How often the data's tokens are the target's choice, of as many documents as a micro-batch has rows."""
+        rows = self.config.batch_size // self.config.micro_batches
+        places = np.linspace(0, len(self.documents) - 1, rows).astype(int)
+        whole = pad_batch([self.documents[int(i)] for i in places], self.config.length)
+        size = rows // self.share.count
+        mine = jax.tree.map(lambda x: x[self.share.index * size : (self.share.index + 1) * size], whole)
+        with use(self.mesh):
+            return argmax_share(self.target.model, [place_rows(mine, self.mesh)])
+
+
+def make_setup(config: DistillConfig) -> Setup:
+    """Everything that `config` names, loaded and checked against each other.
+
+    Raises:
+        ValueError: a field is out of range, or target, data, head and mesh do not fit each other.
+    """
+    check_config(config)
+    mesh = training_mesh(config.mesh)
+    check_rows(config.batch_size, config.micro_batches, mesh)
+    share = share_of_rows(config.batch_size, mesh)
+    target = jetspec_jax.load_target(config.target, dtype=config.target_dtype, mesh=mesh)
+    layout = initial_layout(config) or head_config(config, target)
+    config = with_layout(config, layout)
+    problems = [] if mesh is None else misfits(layout, mesh)
+    if mesh is not None and problems:
+        raise ValueError(f"the head cannot be split over --config.mesh {describe(mesh.shape)}: {'; '.join(problems)}")
+    documents = open_documents(config.data, target)
+    objective = Objective(
+        config.gamma,
+        config.temperature,
+        config.loss,
+        compute_dtype=None if config.compute_dtype == "float32" else jnp.dtype(config.compute_dtype),
+        logit_chunk=config.logit_chunk,
+        micro_batches=config.micro_batches,
+    )
+    layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
+    optimizer = only(make_optimizer(config.optimizer, config.steps), layout, config.train_only)
+    return Setup(config, target, documents, layout, mesh, optimizer, objective, share)
+
+
+def check_config(config: DistillConfig) -> None:
+    """Raises ValueError, naming the field, for what can be known to be wrong before anything is loaded."""
+    check_positive(
+        config, "steps", "batch_size", "length", "anchors", "num_hidden_layers", "temperature", "micro_batches",
+        "log_every", "save_every", "keep_last",
+    )  # fmt: skip
+    check_loss(config.loss, config.temperature)
+    for name in ("target_dtype", "compute_dtype"):
+        if getattr(config, name) not in _DTYPES:
+            raise ValueError(f"--config.{name} must be one of {', '.join(_DTYPES)}, got {getattr(config, name)!r}")
+
+
+def head_config(config: DistillConfig, target: Target) -> HeadConfig:
+    """The head that `config` describes, in the shape of the target's own layers.
+
+    Raises:
+        ValueError: the tokenizer has no mask token, or the taps do not fit the target.
+    """
+    shape = target.config
+    check_fill(config.mixed_fill, config.causal_head)
+    mask = None if target.tokenizer is None else target.tokenizer.mask_token_id
+    if mask is None:
+        raise ValueError(f"{target.path}: the tokenizer has no mask_token, which the head's empty slots need")
+    taps = tuple(config.target_layer_ids) or default_target_layer_ids(shape.num_hidden_layers, config.num_hidden_layers)
+    shared = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "max_position_embeddings",
+    )
+    return HeadConfig(
+        **{name: getattr(shape, name) for name in shared},
+        num_hidden_layers=config.num_hidden_layers,
+        block_size=config.block_size,
+        num_target_layers=shape.num_hidden_layers,
+        target_layer_ids=taps,
+        mask_token_id=mask,
+        causal_head=config.causal_head,
+        mixed_fill=config.mixed_fill,
+        parent_rank=config.parent_rank,
+    )
+
+
+def new_head(config: DistillConfig, layout: HeadConfig, target: Target) -> DraftHead:
+    """The head before the first step, with float32 weights, created where they are to lie.
+
+    Raises:
+        ValueError: the head that `config.init_head` names cannot be read, or was made for another target.
+    """
+    make = lambda: DraftHead(layout, rngs=nnx.Rngs(config.seed))  # noqa: E731
+    places = jax.tree_util.tree_map_with_path(
+        lambda path, _: parameter_sharding(parameter_name(path), target.mesh), jax.eval_shape(make)
+    )
+    head = jax.jit(make, out_shardings=places)()
+    return with_weights(head, config.init_head, target) if config.init_head else head
+
+
+def fingerprint(setup: Setup) -> dict[str, Any]:
+    """What decides the run's weights: a resume with another is refused."""
+    fields = dataclasses.asdict(setup.config)
+    for name in FREE:
+        del fields[name]
+    optimizer = {f"optimizer.{name}": value for name, value in fields.pop("optimizer").items()}
+    return {
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in {**fields, **optimizer}.items()},
+        "target": model_digest(setup.target.path),
+        "data": setup.documents.digest,
+        "documents": len(setup.documents),
+        "processes that share a batch": setup.share.count,
+    }
+
+
+FREE = ("out", "mesh", "log_every", "save_every", "keep_last", "eval_every", "eval_prompts", "eval_count",
+        "eval_batch_size", "eval_budgets", "eval_max_new_tokens")  # fmt: skip
+"""Fields that change no weight (the mesh: up to the order of sums): a resumed run may have others."""
+
+
+def derived(setup: Setup) -> dict[str, Any]:
+    """Numbers that follow from the config: for people, and kept with the run."""
+    config, mesh = setup.config, setup.mesh
+    layout = setup.layout
+    head = jax.eval_shape(lambda: DraftHead(layout, rngs=nnx.Rngs(0)))
+    count = lambda module: sum(leaf.size for leaf in jax.tree.leaves(module))  # noqa: E731
+    blocks = config.batch_size * config.anchors
+    return {
+        "target_parameters": count(setup.target.model),
+        "head_parameters": count(head),
+        "target_layer_ids": list(layout.target_layer_ids),
+        "documents": len(setup.documents),
+        "blocks_per_step": blocks,
+        "supervised_slots_per_step_at_most": blocks * (layout.block_size - 1),
+        "tokens_per_step_at_most": config.batch_size * config.length,
+        "devices": 1 if mesh is None else mesh.size,
+        "device": jax.devices()[0].device_kind,
+        "mesh": "one device" if mesh is None else describe(mesh.shape),
+        "processes": jax.process_count(),
+        "rows_per_device_and_micro_batch": _rows_at_once(setup),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that a run's numbers depend on."""
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}}
+
+
+def _rows_at_once(setup: Setup) -> int:
+    config, mesh = setup.config, setup.mesh
+    if mesh is None:
+        return config.batch_size // config.micro_batches
+    rows = NamedSharding(mesh, jetspec_jax.sharding.spec("batch")).shard_shape((config.batch_size,))[0]
+    return rows // config.micro_batches
