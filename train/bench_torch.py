@@ -26,9 +26,9 @@ from jetspec_jax.checkpoint import hf_tensors
 from jetspec_jax.head import DraftHead
 from train.config import DistillConfig
 from train.data import Packed, bucketed_batches, chat_document, packed_batches
-from train.distill import head_config
 from train.objective import Blocks, sample_blocks
 from train.optimizer import make_optimizer, schedule
+from train.setup import head_config
 from train.step import Objective, new_state, train_step
 from train.tasks import problems
 

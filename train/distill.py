@@ -26,6 +26,7 @@ from ml_collections import config_flags
 from jetspec_jax.compiled import enable_compilation_cache
 from jetspec_jax.sharding import use
 from kernels.topology import CHIPS
+from train import distributed
 from train.argmax_share import low_share_warning
 from train.checkpoints import Checkpoints, export
 from train.config import DistillConfig
@@ -234,6 +235,7 @@ def main(argv: list[str]) -> None:
     try:
         if flags.FLAGS.plan:
             raise SystemExit(plan_run(flags.FLAGS.config, flags.FLAGS.chip, flags.FLAGS.devices))
+        distributed.join(**{name: getattr(flags.FLAGS, name) for name in distributed.FLAGS})
         out = distill(flags.FLAGS.config, resume=flags.FLAGS.resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -255,5 +257,6 @@ if __name__ == "__main__":
     )
     flags.DEFINE_enum("chip", "h100", sorted(CHIPS), "The GPU that --plan compiles for.")
     flags.DEFINE_integer("devices", 8, "How many of them.", lower_bound=1)
+    distributed.define_flags()
     flags.DEFINE_bool("compilation_cache", True, "Keep compiled programs in $XDG_CACHE_HOME/jetspec_jax.")
     app.run(main)
