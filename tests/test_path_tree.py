@@ -25,7 +25,7 @@ def parent_term(embed, unembed):
 
 
 @functools.partial(jax.jit, static_argnames="shape")
-def best_tree(anchors, base, term, shape):
+def searched(anchors, base, term, shape):
     return search_tree(anchors, PathScorer(base, term, shape.width), shape)
 
 
@@ -50,7 +50,7 @@ def test_the_tree_is_exactly_the_best_paths_with_every_child_given_its_own_paren
     shape = TreeShape(budget, width, depth)
     anchors, base, term = random_case(budget, depth, vocab=6)
     tables = conditioned(base, term)
-    for anchor, table, tree in zip(anchors, tables, rows_of(best_tree(anchors, base, term, shape)), strict=True):
+    for anchor, table, tree in zip(anchors, tables, rows_of(searched(anchors, base, term, shape)), strict=True):
         check_structure(tree, anchor, shape)
         expected = dict(oracle(anchor, table, shape))
         got = {path_of(tree, node): tree.scores[node] for node in range(1, len(tree.tokens))}
@@ -100,7 +100,7 @@ def test_width_one_is_the_chain_that_follows_the_term_greedily():
     shape = TreeShape(budget=7, width=1, depth=7)
     anchors, base, term = random_case(2, shape.depth, vocab=9)
     added = np.asarray(term.embed.weight[...]) @ np.asarray(term.unembed.weight[...]).T
-    for anchor, logits, tree in zip(anchors, base, rows_of(best_tree(anchors, base, term, shape)), strict=True):
+    for anchor, logits, tree in zip(anchors, base, rows_of(searched(anchors, base, term, shape)), strict=True):
         token = anchor
         for depth in range(7):
             token = (logits[depth] + added[token]).argmax()
@@ -113,7 +113,7 @@ def test_a_term_of_zero_gives_the_tree_of_the_slots_alone():
     shape = TreeShape(budget=16, width=4, depth=5)
     anchors, base, term = random_case(3, shape.depth, vocab=9)
     term = jax.tree.map(jnp.zeros_like, term)
-    have = best_tree(anchors, base, term, shape)
+    have = searched(anchors, base, term, shape)
     want = jax.jit(lambda a, x: best_tree(a, slot_scorer(x, shape.width), shape))(anchors, base)
     np.testing.assert_allclose(have.scores, want.scores, atol=1e-5)
     same = np.all(np.asarray(have.tokens) == want.tokens, axis=1) & np.all(have.parents == want.parents, axis=1)
