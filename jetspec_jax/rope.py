@@ -42,22 +42,12 @@ def rope_at(positions: jax.Array, config: DecoderConfig) -> Rope:
     return Rope(*(jnp.stack(pair, axis=2)[:, :, None] for pair in ((cos, sin), (-sin, cos))))
 
 
-@jax.custom_vjp
 def rotate(x: jax.Array, rope: Rope) -> jax.Array:
-    """`x` `[B, N, heads, D]` rotated by `rope`: feature i pairs with feature i + D/2. Has no gradient by `rope`."""
+    """`x` `[B, N, heads, D]` rotated by `rope`: feature i pairs with feature i + D/2."""
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     # Each half is broadcast over the result's two: unlike a concatenation, that is one vectorised loop.
     rotated = halves[..., :1, :] * rope.first + halves[..., 1:, :] * rope.second
     return rotated.reshape(x.shape).astype(x.dtype)
-
-
-def _rotate_backward(rope: Rope, g: jax.Array) -> tuple[jax.Array, None]:
-    # The transposed rotation, in the same form: XLA's gradient of the broadcasts is sums and paddings.
-    back = Rope(*(jnp.stack([part[..., half, :] for part in rope], axis=-2) for half in (0, 1)))
-    return rotate(g, back), None
-
-
-rotate.defvjp(lambda x, rope: (rotate(x, rope), rope), _rotate_backward)
 
 
 def _yarn_stretch(head_dim: int, theta: float, scaling: YarnScaling) -> np.ndarray:
