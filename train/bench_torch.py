@@ -53,21 +53,28 @@ def compare(config: DistillConfig, batches: int, turns: int) -> dict[str, object
     A turn is one step on each of `batches` batches by one, then by the other.
 
     Raises:
-        ValueError: the config asks for what the plain step has not, or a first step's losses differ by over 1e-4.
+        ValueError: the config asks for what the plain step has not, or losses differ by over 1e-4 of their size.
     """
     plain = {"loss": "forward_kl", "temperature": 1.0, "gamma": 0.0, "mesh": "", "micro_batches": 1}
-    plain |= {"target_dtype": "float32", "compute_dtype": "float32"}
+    plain |= {
+        "target_dtype": "float32",
+        "compute_dtype": "float32",
+        "parent_rank": 0,
+        "init_head": "",
+        "train_only": "",
+    }
     other = [name for name, value in plain.items() if getattr(config, name) != value]
     if other:
         raise ValueError(f"the plain step has {', '.join(f'{name}={plain[name]!r}' for name in other)} only")
     data = _data(config, batches)
     ours, theirs = _steps(config)
-    # The first pass compiles, and starts at a learning rate of 0: its first losses are those of the same weights.
-    losses = [step(*data[0])[0] for step in (ours, theirs)]
-    if abs(losses[0] - losses[1]) > _AGREE * abs(losses[1]):
-        raise ValueError(f"the losses of the same weights and batch differ: {losses[0]} and {losses[1]}")
-    for step, item in itertools.product((ours, theirs), data):
-        step(*item)
+    # The first pass compiles. Muon's products are bfloat16 in torch and float32 here, so that only its first loss, of
+    # equal weights, must agree.
+    losses = [[step(*item)[0] for item in data] for step in (ours, theirs)]
+    checked = 1 if config.optimizer.matrix_learning_rate else batches
+    differences = [abs(here / there - 1) for here, there in zip(*losses, strict=True)][:checked]
+    if not max(differences) <= _AGREE:
+        raise ValueError(f"the losses of the same steps differ: {losses[0][:checked]} and {losses[1][:checked]}")
     seconds: list[list[float]] = [[], []]
     for turn in range(turns):
         for which in (0, 1) if turn % 2 else (1, 0):
@@ -78,7 +85,8 @@ def compare(config: DistillConfig, batches: int, turns: int) -> dict[str, object
         "optimizer": "muon" if config.optimizer.matrix_learning_rate else "adamw",
         "batch": config.batch_size,
         "widths": [batch.tokens.shape[1] for batch, _ in data],
-        "losses": [round(loss, 6) for loss in losses],
+        "first_losses": [round(found[0], 6) for found in losses],
+        "losses_checked": checked,
         "jax_seconds": round(statistics.median(seconds[0]) / batches, 4),
         "torch_seconds": round(statistics.median(seconds[1]) / batches, 4),
         "ratio": round(statistics.median(ratios), 3),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from absl import flags
@@ -90,7 +91,7 @@ def _found(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def _initialize(timeout: int, **arguments: str | int | None) -> None:
+def _initialize(timeout: int, **arguments: Any) -> None:
     try:
         jax.distributed.initialize(initialization_timeout=timeout, **arguments)
     except RuntimeError as error:
