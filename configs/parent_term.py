@@ -1,4 +1,4 @@
-"""A parent term for the draft head that ships with the project: the head is frozen, the two tables are trained."""
+"""A parent term for the draft head that ships with the project: the head is frozen, the term alone is trained."""
 
 from train.config import DistillConfig, OptimizerConfig
 

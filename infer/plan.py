@@ -218,6 +218,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=4096, help="capacity of a row in tokens")
     parser.add_argument("--budget", type=int, default=256, help="0 plans plain decoding")
     parser.add_argument("--tree-width", type=int, default=8)
+    parser.add_argument("--parent-rank", type=int, default=0, help="of the head's parent term; 0 is none")
     parser.add_argument("--attention", choices=BACKENDS, default="auto", help="default: a kernel where one serves")
     parser.add_argument(
         "--step",
@@ -233,7 +234,7 @@ def main() -> None:
     """The command: a JSON object a step, and exit code 1 where one does not fit."""
     args = _make_parser().parse_args()
     target = TARGETS[args.model]
-    head = head_shape(target) if args.budget else None
+    head = head_shape(target, parent_rank=args.parent_rank) if args.budget else None
     tree = TreeShape(args.budget, args.tree_width, head.block_size - 1) if head else TreeShape(0, 1, 0)
     try:
         mesh = make_mesh(args.mesh, gpu_devices(args.chip, 8))

@@ -63,6 +63,8 @@ class PathScorer:
         batch = jnp.arange(depths.shape[0], dtype=jnp.int32)[:, None]
         base = self.base.at[batch, depths].get(mode="promise_in_bounds")
         logits = constrain(base + self.term(tokens), "batch", None, "vocab")
+        # The sum below reads it as well; without a barrier XLA adds up both parts once more for it.
+        logits = jax.lax.optimization_barrier(logits)
         best, children = top_k(logits, self.width)
         # As logsumexp, whose maximum is there already.
         total = jnp.sum(jnp.exp(logits - best[..., :1]), axis=-1, keepdims=True)
@@ -133,7 +135,7 @@ def search_tree(anchors: jax.Array, scorer: PathScorer, shape: TreeShape) -> Tre
 
 def _rows_per_step(shape: TreeShape) -> int:
     """How many rows a step computes: enough that a tree of this size takes few more steps than its depth."""
-    return 1 if shape.width == 1 else 2 if shape.budget <= 32 else 4
+    return 1 if shape.width == 1 or shape.budget <= 32 else 2 if shape.budget <= 128 else 4
 
 
 def _start(anchors: jax.Array, shape: TreeShape) -> _Search:

@@ -38,8 +38,8 @@ def random_module(kind, config, seed):
     return jax.tree.map(lambda x: jnp.asarray(draw(x).astype(np.float32)), shapes)
 
 
-def fresh_models(causal, layers=2):
-    config = HeadConfig(**SIZES, **HEAD, num_hidden_layers=layers, causal_head=causal)
+def fresh_models(causal, layers=2, parent_rank=0):
+    config = HeadConfig(**SIZES, **HEAD, num_hidden_layers=layers, causal_head=causal, parent_rank=parent_rank)
     return random_module(TargetModel, TARGET, 0), random_module(DraftHead, config, 1)
 
 

@@ -207,6 +207,31 @@ def test_a_saved_head_is_read_back_to_the_byte(tmp_path, causal, dtype):
     assert written["dflash_config"]["causal_head"] is written["dflash_config"]["causal"] is causal
 
 
+def test_a_head_with_a_parent_term_is_read_back_with_it_and_others_are_written_as_published(saved, tmp_path):
+    """The rank is stamped, the term's two tables are tensors of the file; a head without has neither."""
+    save_draft_head(tmp_path, model := filled(DraftHead, dataclasses.replace(HEAD, parent_rank=3)))
+    loaded = load_head_model(tmp_path, None)
+    assert loaded.config == model.config
+    same_bytes(hf_tensors(model), hf_tensors(loaded))
+    shapes = {name: leaf.shape for name, leaf in load_file(tmp_path / "model.safetensors").items()}
+    assert shapes["parent.embed.weight"] == shapes["parent.unembed.weight"] == (11, 3)
+    assert json.loads((tmp_path / "config.json").read_text())["dflash_config"]["parent_rank"] == 3
+    plain = json.loads((saved / "head" / "config.json").read_text())
+    assert "parent_rank" not in plain["dflash_config"]
+    assert not any("parent" in name for name in load_file(saved / "head" / "model.safetensors"))
+
+
+def test_a_parent_term_that_the_config_and_the_file_do_not_agree_on_is_refused(head, tmp_path):
+    """Tables that are missing, not announced or of another rank; all are named."""
+    edit_layout(head, parent_rank=3)
+    refused(load_head_model, head, "missing parent.embed.weight (11, 3)", "missing parent.unembed.weight (11, 3)")
+    save_draft_head(tmp_path / "term", filled(DraftHead, dataclasses.replace(HEAD, parent_rank=3)))
+    edit_layout(tmp_path / "term", parent_rank=2)
+    refused(load_head_model, tmp_path / "term", "parent.embed.weight has shape (11, 3), expected (11, 2)")
+    edit_layout(tmp_path / "term", parent_rank=None)
+    refused(load_head_model, tmp_path / "term", "unexpected parent.embed.weight", "unexpected parent.unembed.weight")
+
+
 def test_the_requested_dtype_wins_over_the_files(target):
     """`dtype` None keeps the file's; any other is converted to."""
     leaves = hf_tensors(load_target_model(target, jnp.bfloat16)).values()
@@ -409,10 +434,10 @@ def test_a_head_without_a_layout_key_is_refused_by_name(head, field):
 
 @pytest.mark.parametrize(
     ("field", "value"), [("target_layer_ids", [0, 3]), ("target_layer_ids", []), ("mask_token_id", 11),
-                         ("mask_token_id", -1), ("draft_shift", True)]
+                         ("mask_token_id", -1), ("draft_shift", True), ("parent_rank", -1), ("parent_rank", "64")]
 )  # fmt: skip
 def test_an_impossible_or_unknown_layout_is_refused_by_name(head, field, value):
-    """Layers that the target lacks, a mask outside the vocabulary, a layout that is not understood."""
+    """Layers that the target lacks, a mask outside the vocabulary, no rank, a layout that is not understood."""
     edit_layout(head, **{field: value})
     refused(load_head_model, head, head / "config.json", field)
 

@@ -7,11 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drafts import MIX, OFFSPINE, ORACLE, InjectedDraft
 from flax import nnx
+from test_decode import CAPACITY, MAIN, PLAIN, VOCAB, Batch, committed, head, new_tokens
 from test_tree import BATCH, check_structure, log_softmax, oracle, path_of, rows_of
 
 from jetspec_jax import path_tree
+from jetspec_jax.decode import NoDrafter
+from jetspec_jax.head import DraftHead
 from jetspec_jax.path_tree import ParentTerm, PathScorer, best_tree, search_tree
+from jetspec_jax.sampling import Sampling
 from jetspec_jax.tree import TreeShape, slot_scorer
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
@@ -149,3 +154,62 @@ def test_a_tree_deeper_than_the_slots_is_refused():
     anchors, base, term = random_case(0, 3, vocab=6)
     with pytest.raises(ValueError, match="depth 4 is beyond the 3 drafted slots"):
         search_tree(anchors, PathScorer(base, term, 2), TreeShape(8, 2, 4))
+
+
+# In the decode loop.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ConditionedDraft:
+    """Injected drafts, which are often right, disturbed by a term of the parent."""
+
+    draft: InjectedDraft
+    term: ParentTerm
+
+    def scorer(self, target, context, anchors, lengths, width):
+        return PathScorer(self.draft.logits(target.config.vocab_size, lengths, width), self.term, width)
+
+    def __getattr__(self, name):
+        return getattr(self.draft, name)
+
+
+def conditioned_batch(rows, size):
+    """Rows of texts with such drafts; the term is as large as the logits."""
+    rng = np.random.default_rng(size)
+    batch = Batch.of(rows, CAPACITY, [ORACLE, MIX, MIX, OFFSPINE, ORACLE][:size], seeds=range(size))
+    term = parent_term(rng.normal(0, 1, (VOCAB, 4)), rng.normal(0, 1, (VOCAB, 4)))
+    return dataclasses.replace(batch, drafter=ConditionedDraft(batch.drafter, term))
+
+
+@pytest.mark.parametrize(("tree", "size"), [(MAIN, 5), (TreeShape(256, 8, 15), 2)], ids=["16", "256"])
+def test_conditioned_drafts_give_the_targets_own_greedy_text(tree, size):
+    """Whatever the term does to the trees; some paths are accepted and some are not."""
+    lengths = []
+    for rows in ([1, 3, 4, 10, 11], [6, 8, 13, 14, 19]):
+        batch = conditioned_batch(rows[:size], size)
+        state = batch.run(tree)
+        batch.check(state)
+        lengths += [n for b in range(size) for n in committed(state, b)]
+    assert min(lengths) == 1 and max(lengths) > 4
+
+
+def test_conditioned_drafts_give_the_targets_own_sampled_text():
+    """Token for token that of plain decoding with the same seeds."""
+    sampling = Sampling(temperature=0.8, top_k=8)
+    batch = conditioned_batch([1, 3, 4, 10, 11], 5)
+    plain = Batch.of(batch.rows, CAPACITY, drafter=NoDrafter())
+    have = batch.advance(batch.prefill(seeds=range(5), sampling=sampling), sampling=sampling)
+    want = plain.advance(plain.prefill(seeds=range(5), sampling=sampling), tree=PLAIN.tree, sampling=sampling)
+    assert new_tokens(batch, have) == new_tokens(plain, want)
+    assert np.sum(have.rounds) < np.sum(want.rounds)
+
+
+def test_a_head_with_a_large_random_term_gives_the_targets_own_text():
+    """The real head, batched and with ragged prompts."""
+    config = dataclasses.replace(head().config, parent_rank=8)
+    large = DraftHead(config, rngs=nnx.Rngs(7))
+    assert not np.any(large.parent.unembed.weight[...]), "a new term adds nothing"
+    large.parent.unembed.weight[...] = 10 * jax.random.normal(jax.random.key(0), (VOCAB, 8))
+    batch = Batch.of([1, 6, 10, 14, 19], [30, 40, 30, 20, 30], drafter=large)
+    batch.check(batch.run())

@@ -3,6 +3,7 @@
 The process that pytest starts has one device. It tests the tables, and runs this module once more with eight.
 """
 
+import dataclasses
 import functools
 import types
 
@@ -40,6 +41,7 @@ HEAD = HeadConfig(
     **SIZES, num_hidden_layers=1, block_size=5, num_target_layers=2, target_layer_ids=(0, 1), mask_token_id=47,
     causal_head=True,
 )  # fmt: skip
+TERM = dataclasses.replace(HEAD, parent_rank=4)
 PROMPTS = [np.random.default_rng(i).integers(0, 47, n).tolist() for i, n in enumerate((9, 3, 17, 30))]
 
 
@@ -64,18 +66,19 @@ def saved(tmp_path_factory):
         model.lm_head.weight[...] = model.lm_head.weight[...] * 8
         jetspec_jax.save_target(root / name, model)
     jetspec_jax.save_draft_head(root / "head", random(DraftHead, HEAD))
+    jetspec_jax.save_draft_head(root / "head_with_term", random(DraftHead, TERM))
     return root
 
 
-def load(saved, name, mesh):
+def load(saved, name, mesh, head="head"):
     target = jetspec_jax.load_target(saved / name, mesh=None if mesh is None else make_mesh(mesh))
-    return target, jetspec_jax.load_draft_head(saved / "head", target)
+    return target, jetspec_jax.load_draft_head(saved / head, target)
 
 
 @functools.cache
-def texts(saved, name, mesh, **options):
+def texts(saved, name, mesh, head="head", **options):
     """What four prompts in one batch are answered with, and how they were accepted."""
-    target, head = load(saved, name, mesh)
+    target, head = load(saved, name, mesh, head)
     options = {"method": "jetspec", "budget": 9, "tree_width": 3, "max_new_tokens": 20, "batch_size": 4, **options}
     results = jetspec_jax.generate(target, head, PROMPTS, **options)
     return [(result.token_ids, result.accepted_lengths) for result in results]
@@ -86,6 +89,14 @@ def texts(saved, name, mesh, **options):
 def test_a_dense_target_gives_the_tokens_of_one_device(saved, mesh):
     """Also the same trees: the rounds accept the same numbers of tokens."""
     assert texts(saved, "dense", mesh) == texts(saved, "dense", None)
+
+
+@eight_devices
+@pytest.mark.parametrize("mesh", ["model=4", "data=2,fsdp=2,model=2"])
+def test_a_head_with_a_parent_term_drafts_the_same_trees(saved, mesh):
+    """Its tables are split by words, as the logits are: what counts is the tree, which rounds depend on."""
+    assert texts(saved, "dense", mesh, "head_with_term") == texts(saved, "dense", None, "head_with_term")
+    assert texts(saved, "dense", None, "head_with_term") != texts(saved, "dense", None)
 
 
 @eight_devices
@@ -153,7 +164,7 @@ def test_a_model_that_cannot_be_split_is_refused(saved):
 
 @one_device
 def test_every_parameter_has_a_rule_and_matrices_are_split():
-    for kind, config in ((TargetModel, DENSE), (TargetModel, MOE), (DraftHead, HEAD)):
+    for kind, config in ((TargetModel, DENSE), (TargetModel, MOE), (DraftHead, HEAD), (DraftHead, TERM)):
         for name, leaf in jetspec_jax.checkpoint.hf_tensors(
             jax.eval_shape(lambda kind=kind, config=config: kind(config, rngs=nnx.Rngs(0)))
         ).items():

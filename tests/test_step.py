@@ -44,7 +44,7 @@ def test_on_eight_devices():
 
 @functools.cache
 def models(moe=False):
-    head = HeadConfig(**SIZES, **HEAD, num_hidden_layers=1, causal_head=True)
+    head = HeadConfig(**SIZES, **HEAD, num_hidden_layers=1, causal_head=True, parent_rank=3)
     return random_module(TargetModel, MOE if moe else TARGET, 0), random_module(DraftHead, head, 1)
 
 

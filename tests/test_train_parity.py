@@ -16,8 +16,10 @@ from packed_case import (
     MASK,
     SIZES,
     STARTS,
+    VOCAB,
     blocks_of,
     drafted,
+    drawn_loss,
     fresh_models,
     models,
     outputs,
@@ -30,7 +32,7 @@ from kernels.pallas.tree_attention import causal_mask
 from train import pretrain, step
 from train.config import OptimizerConfig
 from train.data import document, pad_batch
-from train.objective import Blocks, draft_blocks
+from train.objective import Blocks, draft_blocks, supervision
 from train.optimizer import make_optimizer
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
@@ -78,6 +80,43 @@ def test_a_block_in_training_is_the_block_that_decoding_drafts(causal):
     np.testing.assert_allclose(have @ lm_head, want @ lm_head, atol=1e-5)
     for lone, (row, start, size) in zip(alone, places):
         np.testing.assert_allclose(np.array(outputs().hidden)[row, start : start + size], lone[:size], atol=1e-5)
+
+
+def test_slots_in_training_and_in_decoding_are_conditioned_on_the_same_parents():
+    """The log-probabilities that a head with a parent term trains on, each given the true token before, are those that
+    decoding gives the child of a node with that token, slot by slot; and the loss is made of them."""
+    target, head = fresh_models(True, layers=1, parent_rank=3)
+    batch, blocks = packed(), blocks_of(filled=False)
+    lessons = supervision(jax.tree.map(jnp.asarray, batch), blocks, BLOCK, 0.0)
+    logits = target.logits(drafted(head, target, batch, outputs().taps, blocks)) + head.parent(lessons.parent)
+    have = np.array(jax.nn.log_softmax(logits))[..., 1:, :]
+    _, metrics = drawn_loss(
+        head, target, batch, outputs().taps, outputs().hidden, blocks, gamma=0.0, temperature=1.0, loss="sft"
+    )
+
+    @jax.jit
+    def in_decoding(target, head, taps, count, text):
+        """Log-probabilities `[N, S - 1, V]` of the words after each token of `text` `[N, S - 1]`."""
+        empty = head.new_context(taps.shape[0], taps.shape[1], jnp.float32)
+        context = head.extend_context(empty, taps, jnp.zeros_like(count), count)
+        scorer = head.scorer(target, context, text[:, 0], count, VOCAB)
+        depths = jnp.broadcast_to(jnp.arange(BLOCK - 1, dtype=jnp.int32), text.shape)
+        words, logprobs = scorer.rows(depths, text)
+        return jnp.take_along_axis(logprobs, jnp.argsort(words, axis=-1), axis=-1)
+
+    taps, text, counts = np.zeros((ANCHORS.size, 16, outputs().taps.shape[2]), np.float32), [], []
+    for index, (row, anchor) in enumerate((r, a) for r in range(2) for a in ANCHORS[r]):
+        which = batch.documents[row, anchor] - 1
+        start, size = STARTS[row][which], DOCUMENTS[row][which][0]
+        taps[index, :size] = outputs().taps[row, start : start + size]
+        text.append(np.resize(batch.tokens[row, anchor : anchor + BLOCK - 1], BLOCK - 1))
+        counts.append(anchor - start)
+    want = np.array(in_decoding(target, head, taps, np.int32(counts), np.int32(text))).reshape(have.shape)
+    counted = np.array(lessons.weights)[..., 1:] > 0
+    assert counted.sum() > 20
+    np.testing.assert_allclose(have[counted], want[counted], atol=1e-5)
+    of_truth = np.take_along_axis(want, np.array(lessons.truth)[..., 1:, None], axis=3)[..., 0]
+    np.testing.assert_allclose(metrics.total, -of_truth[counted].sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])

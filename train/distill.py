@@ -26,6 +26,7 @@ from ml_collections import config_flags
 from jetspec_jax.compiled import enable_compilation_cache
 from jetspec_jax.sharding import use
 from kernels.topology import CHIPS
+from train import distributed
 from train.argmax_share import low_share_warning
 from train.checkpoints import Checkpoints, export
 from train.config import DistillConfig
@@ -230,6 +231,7 @@ def main(argv: list[str]) -> None:
     try:
         if flags.FLAGS.plan:
             raise SystemExit(plan_run(flags.FLAGS.config, flags.FLAGS.chip, flags.FLAGS.devices))
+        distributed.join(**{name: getattr(flags.FLAGS, name) for name in distributed.FLAGS})
         out = distill(flags.FLAGS.config, resume=flags.FLAGS.resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -262,6 +264,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     )
     flags.DEFINE_enum("chip", "h100", sorted(CHIPS), "The GPU that --plan compiles for.", flag_values=values)
     flags.DEFINE_integer("devices", 8, "How many of them.", lower_bound=1, flag_values=values)
+    distributed.define_flags(values)
     flags.DEFINE_bool(
         "compilation_cache", True, "Keep compiled programs in $XDG_CACHE_HOME/jetspec_jax.", flag_values=values
     )

@@ -134,7 +134,14 @@ def make_setup(config: DistillConfig) -> Setup:
     if mesh is not None and problems:
         raise ValueError(f"the head cannot be split over --config.mesh {describe(mesh.shape)}: {'; '.join(problems)}")
     documents = open_documents(config.data, target)
-    objective = Objective(
+    layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
+    optimizer = only(make_optimizer(config.optimizer, config.steps), layout, config.train_only)
+    return Setup(config, target, documents, layout, mesh, optimizer, make_objective(config), share)
+
+
+def make_objective(config: DistillConfig) -> Objective:
+    """What a step compiles for."""
+    return Objective(
         config.gamma,
         config.temperature,
         config.loss,
@@ -142,9 +149,6 @@ def make_setup(config: DistillConfig) -> Setup:
         logit_chunk=config.logit_chunk,
         micro_batches=config.micro_batches,
     )
-    layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
-    optimizer = only(make_optimizer(config.optimizer, config.steps), layout, config.train_only)
-    return Setup(config, target, documents, layout, mesh, optimizer, objective, share)
 
 
 def check_config(config: DistillConfig) -> None:
