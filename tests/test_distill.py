@@ -29,7 +29,7 @@ from train.config import OptimizerConfig
 from train.distill import Diverged, Interrupted, distill
 from train.metrics import MetricsLog
 from train.optimizer import make_optimizer
-from train.run_record import RunRecord
+from train.run_record import RECORD, RunRecord
 
 pytestmark = [pytest.mark.usefixtures("compile_quickly", "optax_promotes", "one_optimizer")]
 one_device = pytest.mark.skipif(virtual_devices.inside(), reason="the other process runs it")
@@ -188,6 +188,13 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(whole, case, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"holds config.json and no run.json, so it is no run"):
         distill(case(tmp_path), resume="auto")
+
+
+@one_device
+def test_a_run_without_a_checkpoint_has_no_head_yet(tmp_path):
+    (tmp_path / RECORD).write_text("{}")
+    with pytest.raises(jetspec_jax.CheckpointError, match="is a training run without a checkpoint so far"):
+        jetspec_jax.load_draft_head(tmp_path)
 
 
 @one_device
