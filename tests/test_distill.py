@@ -29,7 +29,7 @@ from train.config import OptimizerConfig
 from train.distill import Diverged, Interrupted, distill
 from train.metrics import MetricsLog
 from train.optimizer import make_optimizer
-from train.run_record import RunRecord
+from train.run_record import RECORD, RunRecord
 
 pytestmark = [pytest.mark.usefixtures("compile_quickly", "optax_promotes", "one_optimizer")]
 one_device = pytest.mark.skipif(virtual_devices.inside(), reason="the other process runs it")
@@ -191,6 +191,13 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(whole, case, tmp_path):
 
 
 @one_device
+def test_a_run_without_a_checkpoint_has_no_head_yet(tmp_path):
+    (tmp_path / RECORD).write_text("{}")
+    with pytest.raises(jetspec_jax.CheckpointError, match="is a training run without a checkpoint so far"):
+        jetspec_jax.load_draft_head(tmp_path)
+
+
+@one_device
 def test_a_run_is_not_resumed_with_other_data_or_another_config(whole, case, tmp_path):
     """All fields that differ are named; intervals and the directory may."""
     rows = pathlib.Path(case("x").data).read_text().splitlines()
@@ -302,5 +309,5 @@ def test_the_config_is_a_file_whose_fields_flags_override(tmp_path, monkeypatch)
     assert values.config.optimizer.learning_rate == 1e-4 and values.config.eval_budgets == (8,)
     assert values.config.length == 32 and values.resume == "never"
     for flag in ("--config.lenght=3", "--config.optimizer.rate=1"):
-        with pytest.raises((AttributeError, flags.Error), match=r"lenght|rate"):
+        with pytest.raises(KeyError, match=r"Field (lenght|rate) not found"):
             parsed(flag)

@@ -270,6 +270,16 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     )
 
 
+def parse_flags(argv: list[str]) -> list[str]:
+    """What is left of the command line after the flags; exits with 2 where one is unknown."""
+    try:
+        left: list[str] = app.parse_flags_with_usage(argv)
+    except KeyError as error:  # config_flags' word for a field that the config does not have
+        print(f"error: {error.args[0]}; train/config.py lists the fields", file=sys.stderr)
+        raise SystemExit(2) from None
+    return left
+
+
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)
