@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _ASSETS = pathlib.Path(__file__).parent / "assets"
 EMBEDDED_TARGET = _ASSETS / "target"
 EMBEDDED_HEAD = _ASSETS / "head"
+_RUN = "run.json"  # what train.distill writes before its first step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +102,8 @@ def load_draft_head(
     """A draft head in the published format; without arguments the one of the embedded target.
 
     Args:
-        path: a directory (config.json with `dflash_config`, safetensors) or a hub id, `::subfolder` included, as
-            for `load_target`.
+        path: a directory (config.json with `dflash_config`, safetensors), that of a training run included; or a hub
+            id. `::subfolder` as for `load_target`.
         target: checked against the head when given; its mesh is the head's, and its dtype where `dtype` is None.
         dtype: of the weights and the computation.
         revision: a branch, tag or commit of a hub repository; None is its main branch.
@@ -111,6 +112,8 @@ def load_draft_head(
         CheckpointError: the checkpoint cannot be found or used, or the head is not this target's.
     """
     directory = find_checkpoint(path, revision)
+    if (directory / _RUN).exists() and not (directory / "config.json").exists():
+        raise CheckpointError(f"{directory} is a training run without a checkpoint so far; its first one has the head")
     if dtype is None and target is not None:
         dtype = target.model.model.norm.weight[...].dtype
     if target is not None:

@@ -20,8 +20,6 @@ from jetspec_jax.sharding import part_index, parts, sharded, spec, total
 
 ROUNDS = 4
 """Of `Experts.by_round`, where all experts have like many rows: a round copies so large a part of their weights."""
-
-_FEW = 16  # rows an expert; with more, a round's copies of weights cost an H100 less than other experts' rows
 _TILE = 16  # rows; fewer repack the kernels more often, more compute with rows that are not the expert's
 
 # ragged_dot for a right operand [expert, out, in]
@@ -134,8 +132,8 @@ class Experts(nnx.Module):
         """As `by_tile`, with tiles as long as an expert's mean share, and many of them in one product: a round.
 
         XLA's grouped product on a GPU, too, multiplies all rows with all experts. Here products have at most three
-        times the rows that were chosen, whatever the router does. But a round copies its tiles' weights: with few rows
-        an expert that takes longer than to multiply them all.
+        times the rows that were chosen, whatever the router does. A round copies its tiles' weights, and there is a
+        round at least: of no more rows than experts the grouped product reads no more.
         """
         width = -(-self.num_experts // ROUNDS)
         tile = 1 << (self.mean_rows(chosen) - 1).bit_length()
@@ -197,7 +195,7 @@ def through(experts: Experts, x: jax.Array, weights: jax.Array, chosen: jax.Arra
         chosen = chosen - part_index("expert") * experts.num_experts
         here = (chosen >= 0) & (chosen < experts.num_experts)
         args = x, jnp.where(here, weights, 0.0), jnp.where(here, chosen, experts.num_experts)
-        on_gpus = experts.by_round if experts.mean_rows(chosen) > _FEW else experts.by_group
+        on_gpus = experts.by_round if experts.mean_rows(chosen) > 1 else experts.by_group
         out = jax.lax.platform_dependent(*args, cpu=experts.by_tile, default=on_gpus)
         return total(out, "expert", "mlp")
 

@@ -223,3 +223,12 @@ def test_a_low_share_is_a_warning_that_says_what_to_do():
     assert low_share_warning(1.0) is None and low_share_warning(LOW_ARGMAX_SHARE) is None
     assert "only 40% of the response tokens" in low_share_warning(0.4)
     assert "python -m train.regenerate" in low_share_warning(0.4)
+
+
+def test_rows_of_several_processes_have_one_width():
+    """They are parts of one batch, and no process knows the lengths of another's documents."""
+    for index in range(2):
+        batches = bucketed_batches(
+            some_documents(40), length=160, batch_size=2, seed=0, process_index=index, process_count=2
+        )
+        assert {next(batches).tokens.shape for _ in range(20)} == {(2, 160)}

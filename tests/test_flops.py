@@ -64,3 +64,10 @@ def test_unfilled_blocks_have_one_slot_less_with_a_loss():
     unfilled = step_flops(TARGET, dataclasses.replace(HEAD, mixed_fill=0.0), **BATCH)
     words = 6 * BATCH["rows"] * BATCH["anchors"] * TARGET.hidden_size * TARGET.vocab_size
     assert step_flops(TARGET, HEAD, **BATCH) - unfilled == words
+
+
+def test_a_parent_terms_rank_counts_as_features_of_lm_head():
+    """Its product with the vocabulary, and the gradients of both its tables."""
+    with_term = step_flops(TARGET, dataclasses.replace(HEAD, parent_rank=32), **BATCH)
+    words = 6 * BATCH["rows"] * BATCH["anchors"] * HEAD.block_size * 32 * TARGET.vocab_size
+    assert with_term - step_flops(TARGET, HEAD, **BATCH) == words

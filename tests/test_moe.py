@@ -67,6 +67,17 @@ def test_a_row_depends_on_itself_alone(block, way):
     np.testing.assert_array_equal(one[:4], other[:4])
 
 
+@pytest.mark.parametrize("way", ["by_group", "by_tile", "by_round"])
+def test_experts_that_are_elsewhere_add_nothing(block, way):
+    """As on a device that holds a part of them: choices of number `num_experts`, all of one row and some of others."""
+    chosen, x = np.array(ROUTES["spread"], np.int32), inputs()
+    chosen[0], chosen[3:6, 1] = CONFIG.num_experts, CONFIG.num_experts
+    weights = jnp.where(chosen < CONFIG.num_experts, jax.random.uniform(jax.random.key(2), chosen.shape), 0.0)
+    out = getattr(block.experts, way)(x, weights, jnp.asarray(chosen))
+    here = np.minimum(chosen, CONFIG.num_experts - 1)
+    np.testing.assert_allclose(out, plain_sum(block.experts, x, weights, here), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("normalise", [False, True])
 def test_weights_are_probabilities_over_all_experts(block, normalise):
     """The softmax is over all, in float32; what is kept sums to 1 only when it is normalised."""

@@ -32,8 +32,8 @@ PLANNED = pytest.mark.skipif(
     reason="needs the CUDA plugin's wheels: pip install -e '.[plan]'",
 )
 
-# Two of the target's layers stand for all: a layer more adds its weights' share, and nothing to the peak (see
-# docs/training_plans.md, where whole targets are compiled).
+# Two of the target's layers stand for all: of a layer more, a device holds its part of the weights, and up to a third
+# of them gathered (XLA gathers o_proj and down_proj of all layers first). docs/training_plans.md has whole targets.
 SCRIPT = """
 import dataclasses, importlib, json, sys
 from jetspec_jax.shapes import target_shape
@@ -60,8 +60,8 @@ def run(*command):
 @PLANNED
 @pytest.mark.parametrize("config", [qwen3_8b, moe], ids=["8B", "30B-A3B"])
 def test_the_papers_sizes_fit_eight_h100s(config):
-    """Arguments of the whole target, temporaries of two layers of it; and the program is what the method needs: few
-    more products (experts in rounds multiply up to three rows for one), and lm_head gathered once, not per chunk."""
+    """And the program is what the method needs: few more products (experts in rounds multiply up to three rows for
+    one), and lm_head gathered once, not per chunk."""
     done = run("-c", SCRIPT, config.__name__.removeprefix("configs."))
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
@@ -71,21 +71,21 @@ def test_the_papers_sizes_fit_eight_h100s(config):
     target = target_shape(settings.target)
     words = 2 * target.vocab_size * target.hidden_size * 2 / 8  # embeddings and lm_head
     layer = (plan["target"] - words) / 2
-    assert plan["total"] + (target.num_hidden_layers - 2) * layer <= USABLE * H100.memory
+    assert plan["total"] + (target.num_hidden_layers - 2) * layer * (1 + 8 / 3) <= USABLE * H100.memory
     assert plan["model_flops"] < plan["work"]["flops"]["bf16"] < 1.5 * plan["model_flops"]
     assert plan["work"]["moved"]["all-gather"] < 3 * (plan["target"] + plan["head"]) * 7
 
 
 @PLANNED
 def test_a_run_that_does_not_fit_exits_1_and_says_what_to_change(tmp_path):
-    """Eight rows of two layers of Qwen3-8B's size on one H100."""
+    """256 rows of two layers of Qwen3-8B's size on one H100."""
     target = target_shape("qwen3-8b").to_hf() | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(target))
-    changed = {"target": tmp_path, "mesh": "", "num_hidden_layers": 1, "target_layer_ids": "(0,1)", "anchors": 512}
+    changed = {"target": tmp_path, "mesh": "", "num_hidden_layers": 1, "target_layer_ids": "(0,1)", "batch_size": 256}
     flags = [f"--config.{name}={value}" for name, value in changed.items()]
     done = run("-m", "train.distill", "--config=configs/qwen3_8b.py", *flags, "--plan", "--chip=h100", "--devices=1")
     assert done.returncode == 1, done.stderr
-    assert "does not fit" in done.stdout and "--config.micro_batches, 1: raise it (32 rows" in done.stdout
+    assert "does not fit" in done.stdout and "--config.micro_batches, 1: raise it (256 rows" in done.stdout
 
 
 def test_the_least_time_is_of_the_slowest_of_products_memory_and_links():
@@ -117,7 +117,7 @@ def test_advice_names_what_can_still_be_changed():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"batch_size": 6, "micro_batches": 4}, r"batch_size=6 must be a multiple of 4.*micro_batches=4"),
+        ({"batch_size": 6, "micro_batches": 4}, r"batch_size 6 must be a multiple of 4 .*4 micro-batches"),
         ({"anchors": 0}, "--config.anchors must be above 0"),
         ({"loss": "none"}, "none"),
     ],

@@ -34,7 +34,6 @@ def wait_for(condition, process, seconds):
         time.sleep(0.01)
 
 
-
 def test_a_run_that_is_killed_again_and_again_gives_the_same_head(tmp_path):
     """SIGKILL at random moments, from the imports to the end; SIGTERM once. Weights are equal to the bit. (More kills:
     JETSPEC_TEST_KILLS=10.)"""

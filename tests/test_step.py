@@ -81,22 +81,20 @@ def gradients(mesh=None, moe=False, parts=1):
 
 def assert_equal(have, want):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5), have, want)
-    ints = lambda metrics: [x for x in jax.tree.leaves(metrics) if x.dtype.kind in "ib"]  # noqa: E731
-    assert list(map(np.ndarray.tolist, map(np.asarray, ints(have[1])))) == [
-        np.asarray(x).tolist() for x in ints(want[1])
-    ]
+    counts = lambda metrics: [np.asarray(x).tolist() for x in jax.tree.leaves(metrics) if x.dtype.kind in "ib"]  # noqa: E731
+    assert counts(have[1]) == counts(want[1])
     assert max(np.abs(x).max() for x in jax.tree.leaves(want[0])) > 1e-2  # the tolerance is far below the gradients
 
 
 @eight_devices
-@pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=4", "data=2,fsdp=2,model=2"])
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=4", "data=2,fsdp=2,model=2"])
 def test_loss_and_gradients_do_not_depend_on_the_mesh(mesh):
     """With a dense target, split by rows, weights, heads and vocabulary; every count of the metrics is equal."""
     assert_equal(gradients(mesh), gradients())
 
 
 @eight_devices
-@pytest.mark.parametrize("mesh", ["expert=4", "data=2,expert=2,model=2"])
+@pytest.mark.parametrize("mesh", ["data=2,expert=2,model=2"])
 def test_loss_and_gradients_do_not_depend_on_where_experts_lie(mesh):
     assert_equal(gradients(mesh, moe=True), gradients(moe=True))
 

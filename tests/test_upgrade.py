@@ -91,6 +91,9 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, saved):
         initial_layout(DistillConfig(init_head=str(tmp_path / "nowhere")))
 
 
-def test_the_config_of_the_upgrade_fits_the_embedded_head():
-    layout = initial_layout(parent_term.get_config())
-    assert (layout.parent_rank, layout.vocab_size, layout.mixed_fill) == (64, 1024, 0.5)
+def test_the_upgrades_config_trains_a_term_alone(saved):
+    """Of the rank that it states, whatever head it is given."""
+    config = dataclasses.replace(parent_term.get_config(), init_head=saved)
+    layout = initial_layout(config)
+    assert layout.parent_rank == 64
+    only(make_optimizer(config.optimizer, config.steps), layout, config.train_only)

@@ -111,40 +111,65 @@ def _attend(query: jax.Array, parts: list[Part]) -> jax.Array:
     """
     heads, size = query.shape[3:]
     kv_heads = parts[0].rows.key.shape[-2]
-    query = query.reshape(*query.shape[:3], kv_heads, heads // kv_heads, size)
-    letters = ["bmkd" if part.rows.key.ndim == 4 else "bcmkd" for part in parts]
-    scores = [
-        jnp.where(
-            part.mask[:, None, :, :, None], _product(f"bcskgd,{rows}->bkcsgm", query, part.rows.key) * size**-0.5,
-            jnp.finfo(jnp.float32).min,
-        )
-        for rows, part in zip(letters, parts, strict=True)
-    ]  # fmt: skip
+    apart = query.reshape(*query.shape[:3], kv_heads, heads // kv_heads, size)
+    apart = jnp.transpose(apart, (0, 3, 1, 4, 2, 5))  # [B, K, C, G, S, D]: products are of whole matrices
+    scores, values = [], []
+    for part in parts:
+        # Shared rows meet all blocks in one matrix, a block's own rows one for each block.
+        axes, matrices = ((0, 2, 1, 3), 2) if part.rows.key.ndim == 4 else ((0, 3, 1, 2, 4), 3)
+        key, value = (jnp.transpose(x, axes) for x in part.rows)
+        score = _scores(apart.reshape(*apart.shape[:matrices], -1, size), key)
+        score = score.reshape(*apart.shape[:-1], -1) * size**-0.5
+        scores.append(jnp.where(part.mask[:, None, :, None], score, jnp.finfo(jnp.float32).min))
+        values.append(value)
     top = functools.reduce(jnp.maximum, [jnp.max(score, axis=-1, keepdims=True) for score in scores])
     weights = [jnp.exp(score - jax.lax.stop_gradient(top)) for score in scores]
     total = sum(jnp.sum(weight, axis=-1, keepdims=True) for weight in weights)
     out = sum(
-        _product(f"bkcsgm,{rows}->bkcsgd", weight.astype(part.rows.value.dtype), part.rows.value)
-        for rows, weight, part in zip(letters, weights, parts, strict=True)
+        _applied(weight.astype(value.dtype).reshape(*value.shape[:-2], -1, value.shape[-2]), value).reshape(apart.shape)
+        for weight, value in zip(weights, values, strict=True)
     )
-    out = jnp.einsum("bkcsgd->bcskgd", out / total)
+    out = jnp.transpose(out / total, (0, 2, 4, 1, 3, 5))
     return out.reshape(*out.shape[:3], heads, size).astype(query.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """`einsum(letters, x, y)`, summed to float32. Its gradient's products have the operands' dtype too: with the
-    float32 cotangent as it comes, XLA would widen bfloat16 operands to float32."""
-    return jnp.einsum(letters, x, y, preferred_element_type=jnp.float32)
+# Products of stacks of matrices, summed to float32. Their gradients' products have the operands' dtype too: with the
+# float32 cotangent as it comes, XLA would widen bfloat16 operands to float32. The largest operand, [R, M], is always
+# the left one of a product over M and the right one of a product over R: XLA on a CPU transposes any other.
 
 
-def _product_backward(letters: str, operands: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    (x, y), (inputs, output) = operands, letters.split("->")
-    of_x, of_y = inputs.split(",")
-    return (
-        _product(f"{output},{of_y}->{of_x}", g.astype(x.dtype), y).astype(x.dtype),
-        _product(f"{output},{of_x}->{of_y}", g.astype(y.dtype), x).astype(y.dtype),
-    )
+@jax.custom_vjp
+def _scores(query: jax.Array, key: jax.Array) -> jax.Array:
+    """`[..., R, M]` of `query` `[..., R, D]` and `key` `[..., M, D]`."""
+    return _matmul(query, key, -1, -1)
 
 
-_product.defvjp(lambda letters, x, y: (_product(letters, x, y), (x, y)), _product_backward)
+def _scores_backward(operands: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    query, key = operands
+    of_query = _matmul(g.astype(query.dtype), key, -1, -2)
+    of_key = jnp.swapaxes(_matmul(query, g.astype(key.dtype), -2, -2), -1, -2)
+    return of_query.astype(query.dtype), of_key.astype(key.dtype)
+
+
+@jax.custom_vjp
+def _applied(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """`[..., R, D]` of `weights` `[..., R, M]` and `value` `[..., M, D]`."""
+    return _matmul(weights, value, -1, -2)
+
+
+def _applied_backward(operands: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    weights, value = operands
+    of_weights = _matmul(g.astype(weights.dtype), value, -1, -1)
+    of_value = jnp.swapaxes(_matmul(g.astype(value.dtype), weights, -2, -2), -1, -2)
+    return of_weights.astype(weights.dtype), of_value.astype(value.dtype)
+
+
+_scores.defvjp(lambda *operands: (_scores(*operands), operands), _scores_backward)
+_applied.defvjp(lambda *operands: (_applied(*operands), operands), _applied_backward)
+
+
+def _matmul(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int) -> jax.Array:
+    """The product of two stacks of matrices over an axis of each, in float32; the others stay, left's first."""
+    stack = tuple(range(left.ndim - 2))
+    contracted = ((left.ndim + left_axis,), (right.ndim + right_axis,))
+    return jax.lax.dot_general(left, right, (contracted, (stack, stack)), preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""A run's checkpoints, by orbax: state and data position, written beside the training; and the head as others load it."""
+"""A run's checkpoints, by orbax: state and data position, written beside the training; and the exported head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAU = "tau"
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read: `step` batches were taken. `best` is the highest tau up to it, if any was measured."""
+    """A checkpoint that was read: `step` batches were taken. `best` is the highest tau up to it, if there is one."""
 
     state: TrainState
     step: int
@@ -40,6 +40,8 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep_last), best]),
             cleanup_tmp_directories=True,
+            # A directory that cannot be made is an error at once, and not after a wait of five minutes.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 

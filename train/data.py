@@ -103,11 +103,13 @@ def bucketed_batches(
     """Endless batches of `batch_size` documents, one a row; all else as for `packed_batches`.
 
     A window of batches is sorted by length, so that rows of about the same length meet and little is padded; a
-    batch's width is its longest document's, rounded up to a multiple of 32 (each width compiles once). Where documents
-    are short this is faster than packing, since no block is held against the documents beside its own.
+    batch's width is its longest document's, rounded up to a multiple of 32 (each width compiles once); with several
+    processes, whose rows are parts of one batch, it is always `length`. Where documents are short this is faster than
+    packing, since no block is held against the documents beside its own.
     """
+    least = 0 if process_count == 1 else length
     rows = _shard(documents, length, seed, process_index, process_count)
-    return iter(_LikeLengths(rows, batch_size, seed).map(lambda batch: pad_batch(batch, length)))
+    return iter(_LikeLengths(rows, batch_size, seed).map(lambda batch: pad_batch(batch, length, least)))
 
 
 def _shard(
@@ -187,9 +189,9 @@ class _LikeLengthsIterator(grain.DatasetIterator[list[Document]]):
         self._state, self._groups = dict(state), None
 
 
-def pad_batch(rows: list[Document], length: int) -> Packed:
-    """The documents, cut at `length`, as one batch with a document a row."""
-    width = min(length, -(-max(len(row["tokens"]) for row in rows) // 32) * 32)
+def pad_batch(rows: list[Document], length: int, least: int = 0) -> Packed:
+    """The documents, cut at `length`, as one batch with a document a row, `least` tokens wide or more."""
+    width = max(least, min(length, -(-max(len(row["tokens"]) for row in rows) // 32) * 32))
     batch = Packed(
         np.zeros((len(rows), width), np.int32),
         np.tile(np.arange(width, dtype=np.int32), (len(rows), 1)),

@@ -26,6 +26,7 @@ from ml_collections import config_flags
 from jetspec_jax.compiled import enable_compilation_cache
 from jetspec_jax.sharding import use
 from kernels.topology import CHIPS
+from train import distributed
 from train.argmax_share import low_share_warning
 from train.checkpoints import Checkpoints, export
 from train.config import DistillConfig
@@ -53,6 +54,12 @@ class Interrupted(Exception):
 
 class Diverged(Exception):
     """Too many steps in a row were not finite; the run is saved."""
+
+    def __init__(self, step: int, count: int):
+        super().__init__(
+            f"{count} steps in a row had no finite loss or gradient, up to step {step}, and the run is saved; "
+            "start another with a lower learning rate, or look at the data"
+        )
 
 
 def distill(config: DistillConfig, *, resume: str = "never") -> pathlib.Path:
@@ -105,7 +112,6 @@ class _Run:
         """All steps after the first `done`; the last one's state is saved when this returns."""
         setup, config = self.setup, self.setup.config
         window = Window()
-        saved, step = done, done
         for step in range(done + 1, config.steps + 1):
             batch = next(batches)
             placed = place_rows((batch, setup.blocks(step, batch)), setup.mesh)
@@ -122,21 +128,12 @@ class _Run:
             taus = self._evaluate(step, state) if ended or step % (config.eval_every or config.steps) == 0 else None
             if ended or number or failing or taus or step % config.save_every == 0:
                 self._save(step, state, batches, taus)
-                saved = step
             window.pause(time.perf_counter() - started)
             if number or failing:
                 self.checkpoints.wait()
-                raise (
-                    Interrupted(number)
-                    if number
-                    else Diverged(
-                        f"{report['skipped_in_a_row']} steps in a row had no finite loss or gradient, up to step {step}; "
-                        f"the state is saved in {self.out}; try a lower learning rate or look at the data"
-                    )
-                )
+                raise Interrupted(number) if number else Diverged(step, report["skipped_in_a_row"])
         self.checkpoints.wait()
-        assert saved == step
-        export(self.out, state.head)
+        export(self.out, state.head)  # a run that was complete may have lost it
 
     def _report(self, step: int, window: Window) -> dict[str, Any]:
         config = self.setup.config
@@ -177,9 +174,9 @@ def _record(out: pathlib.Path, setup: Setup, continued: bool) -> None:
     if not continued:
         share = setup.argmax_share()
         numbers["argmax_share"] = round(share, 4)
-        warning = low_share_warning(share)
-        if warning:
-            print(f"warning: {warning}", file=sys.stderr)
+        low = low_share_warning(share)
+        if low:
+            print(f"warning: {low}", file=sys.stderr)
     config = dataclasses.asdict(setup.config)
     _say(json.dumps({"config": config, "derived": numbers}, indent=2))
     _everyone("read the record")
@@ -234,6 +231,7 @@ def main(argv: list[str]) -> None:
     try:
         if flags.FLAGS.plan:
             raise SystemExit(plan_run(flags.FLAGS.config, flags.FLAGS.chip, flags.FLAGS.devices))
+        distributed.join(**{name: getattr(flags.FLAGS, name) for name in distributed.FLAGS})
         out = distill(flags.FLAGS.config, resume=flags.FLAGS.resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -247,13 +245,41 @@ def main(argv: list[str]) -> None:
     _say(f"saved {out}")
 
 
-if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", "configs/tiny.py", "Config file with get_config().")
-    flags.DEFINE_enum("resume", "never", ["never", "auto"], "What to do with a run that --config.out holds already.")
-    flags.DEFINE_bool(
-        "plan", False, "Compile the step for GPUs that need not be there, print its memory and time, stop."
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
+    """The command's flags."""
+    config_flags.DEFINE_config_file(
+        "config",
+        "configs/tiny.py",
+        "File with get_config(); --config.FIELD=VALUE overrides.",
+        flag_values=values,
     )
-    flags.DEFINE_enum("chip", "h100", sorted(CHIPS), "The GPU that --plan compiles for.")
-    flags.DEFINE_integer("devices", 8, "How many of them.", lower_bound=1)
-    flags.DEFINE_bool("compilation_cache", True, "Keep compiled programs in $XDG_CACHE_HOME/jetspec_jax.")
-    app.run(main)
+    flags.DEFINE_enum(
+        "resume", "never", ["never", "auto"], "What to do with a run that --config.out holds.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "plan",
+        False,
+        "Compile the step for GPUs that need not be there, print its memory and time, stop.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum("chip", "h100", sorted(CHIPS), "The GPU that --plan compiles for.", flag_values=values)
+    flags.DEFINE_integer("devices", 8, "How many of them.", lower_bound=1, flag_values=values)
+    distributed.define_flags(values)
+    flags.DEFINE_bool(
+        "compilation_cache", True, "Keep compiled programs in $XDG_CACHE_HOME/jetspec_jax.", flag_values=values
+    )
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """What is left of the command line after the flags; exits with 2 where one is unknown."""
+    try:
+        left: list[str] = app.parse_flags_with_usage(argv)
+    except KeyError as error:  # config_flags' word for a field that the config does not have
+        print(f"error: {error.args[0]}; train/config.py lists the fields", file=sys.stderr)
+        raise SystemExit(2) from None
+    return left
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main, flags_parser=parse_flags)

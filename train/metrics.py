@@ -1,4 +1,4 @@
-"""What a run reports: sums over steps on the device until they are asked for, then JSONL, TensorBoard and a terminal."""
+"""What a run reports: kept on the device until it is asked for, then to JSONL, TensorBoard and a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 from tqdm import tqdm
 
 from train.step import StepMetrics
@@ -83,7 +85,11 @@ class MetricsLog:
         if write:
             _drop_after(out / METRICS, step)
             self._file = open(out / METRICS, "a")  # noqa: SIM115 - closed by `close`
-            self._board = SummaryWriter(str(out / TENSORBOARD), purge_step=step + 1 if step else None)
+            (out / TENSORBOARD).mkdir(exist_ok=True)
+            # Not a SummaryWriter: its thread and queue may hold up the end of a run.
+            self._board = EventsWriter(str(out / TENSORBOARD / "events"))
+            if step:  # TensorBoard hides what earlier files say of later steps
+                self._board.write_event(self._event(step + 1, session_log=SessionLog(status=SessionLog.START)))
         hidden = not (write and sys.stderr.isatty())
         self._bar = tqdm(total=steps, initial=step, unit="step", disable=hidden, dynamic_ncols=True)
 
@@ -97,9 +103,12 @@ class MetricsLog:
             return
         print(json.dumps({"step": step, **values}), file=self._file, flush=True)
         for name, value in _scalars(values):
-            self._board.add_scalar(name, value, step)
+            self._board.write_event(self._event(step, summary=scalar(name, value)))
         self._board.flush()
         self._bar.write(_line(step, values))
+
+    def _event(self, step: int, **fields: Any) -> Event:
+        return Event(step=step, wall_time=time.time(), **fields)
 
     def close(self) -> None:
         """Ends the files and the bar."""

@@ -14,10 +14,10 @@ Arrays = TypeVar("Arrays")
 
 
 class Share(NamedTuple):
-    """Which of `count` equal parts of every batch this process reads."""
+    """Which of `of` equal parts of every batch this process reads."""
 
-    index: int
-    count: int
+    part: int
+    of: int
 
 
 def training_mesh(text: str) -> Mesh | None:
@@ -61,13 +61,18 @@ def share_of_rows(batch_size: int, mesh: Mesh | None) -> Share:
     if mesh is None:
         return Share(0, 1)
     places = NamedSharding(mesh, spec("batch")).addressable_devices_indices_map((batch_size,))
-    rows = sorted({row for (part,) in places.values() for row in range(*part.indices(batch_size))})
+    rows = sorted({row for index in places.values() for row in range(*_slice(index).indices(batch_size))})
     if batch_size % len(rows) or rows[0] % len(rows) or rows[-1] - rows[0] + 1 != len(rows):
         raise ValueError(
             f"--config.mesh {describe(mesh.shape)} gives process {jax.process_index()} rows {rows} of {batch_size}, "
             "which lie apart; let data*fsdp be a multiple of the number of processes, or divide it"
         )
     return Share(rows[0] // len(rows), batch_size // len(rows))
+
+
+def _slice(index: tuple[slice, ...] | None) -> slice:
+    assert index is not None  # the device is of the sharding's mesh
+    return index[0]
 
 
 def place_rows(arrays: Arrays, mesh: Mesh | None) -> Arrays:

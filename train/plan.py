@@ -25,14 +25,16 @@ from jetspec_jax.sharding import RULES, describe, make_mesh, misfits, spec, use
 from jetspec_jax.target import TargetModel
 from kernels.topology import CHIPS, Chip, gpu_devices
 from train.chunked import automatic_chunk
-from train.config import DistillConfig, check_positive
+from train.config import DistillConfig, check_fill
 from train.data import Packed
 from train.flops import step_flops
 from train.hlo import Work, work
-from train.losses import check_loss
 from train.objective import Blocks
 from train.optimizer import make_optimizer
-from train.step import Objective, new_state, state_shardings, train_step
+from train.placing import check_rows
+from train.setup import check_config, make_objective
+from train.step import new_state, state_shardings, train_step
+from train.upgrade import initial_layout, only, with_layout
 
 USABLE = 0.92
 """The share of a GPU's memory that a step may take; CUDA, NCCL and fragmentation have the rest."""
@@ -112,13 +114,12 @@ def plan_step(config: DistillConfig, target: TargetConfig, mesh: Mesh) -> StepPl
     Raises:
         ValueError: the model or the batch cannot be split over the mesh, or a field cannot be.
     """
+    check_config(config)
     head = _head_config(config, target)
+    config = with_layout(config, head)
     _check(config, target, head, mesh)
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    objective = Objective(
-        config.gamma, config.temperature, config.loss, jnp.dtype(config.compute_dtype), config.logit_chunk,
-        config.micro_batches,
-    )  # fmt: skip
+    optimizer = only(make_optimizer(config.optimizer, config.steps), head, config.train_only)
+    objective = make_objective(config)
     model = jax.eval_shape(lambda: TargetModel(target, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.target_dtype)))
     state = jax.eval_shape(lambda: new_state(DraftHead(head, rngs=nnx.Rngs(0)), optimizer))
     model, state = (jax.tree.map(_placed, x, state_shardings(x, mesh)) for x in (model, state))
@@ -210,22 +211,18 @@ def _line(name: str, value: float, digits: int = 2) -> str:
 
 def _head_config(config: DistillConfig, target: TargetConfig) -> HeadConfig:
     """The head's shape. Its mask token is any: memory and time do not depend on it."""
-    shape = head_shape(target, config.num_hidden_layers, config.block_size, tuple(config.target_layer_ids))
+    if layout := initial_layout(config):
+        return layout
+    taps = tuple(config.target_layer_ids)
+    shape = head_shape(target, config.num_hidden_layers, config.block_size, taps, parent_rank=config.parent_rank)
     return dataclasses.replace(shape, causal_head=config.causal_head, mixed_fill=config.mixed_fill)
 
 
 def _check(config: DistillConfig, target: TargetConfig, head: HeadConfig, mesh: Mesh) -> None:
-    check_positive(config, "batch_size", "length", "anchors", "micro_batches", "temperature")
-    check_loss(config.loss, config.temperature)
-    problems = misfits(target, mesh) + misfits(head, mesh)
-    if problems:
+    check_fill(config.mixed_fill, config.causal_head)
+    check_rows(config.batch_size, config.micro_batches, mesh)
+    if problems := misfits(target, mesh) + misfits(head, mesh):
         raise ValueError(f"{config.target} cannot be split over {describe(mesh.shape)}: {'; '.join(problems)}")
-    needed = _ways(mesh) * config.micro_batches
-    if config.batch_size % needed:
-        raise ValueError(
-            f"--config.batch_size={config.batch_size} must be a multiple of {needed}: {'*'.join(RULES['batch'])} of "
-            f"--config.mesh={config.mesh!r}, {_ways(mesh)}, times --config.micro_batches={config.micro_batches}"
-        )
 
 
 def _ways(mesh: Mesh) -> int:

@@ -78,15 +78,15 @@ class Setup:
         return in_rows(
             self.documents,
             length=self.config.length,
-            batch_size=self.config.batch_size // self.share.count,
+            batch_size=self.config.batch_size // self.share.of,
             seed=self.config.seed,
-            process_index=self.share.index,
-            process_count=self.share.count,
+            process_index=self.share.part,
+            process_count=self.share.of,
         )
 
     def blocks(self, step: int, batch: Packed) -> Blocks:
         """The blocks of this process's rows: a function of the step, so that a resumed run draws the same."""
-        rng = np.random.default_rng((self.config.seed, step, self.share.index))
+        rng = np.random.default_rng((self.config.seed, step, self.share.part))
         return sample_blocks(batch, self.config.anchors, self.config.block_size, self.config.mixed_fill, rng)
 
     def flops(self, batch: Packed) -> float:
@@ -111,8 +111,8 @@ class Setup:
         rows = self.config.batch_size // self.config.micro_batches
         places = np.linspace(0, len(self.documents) - 1, rows).astype(int)
         whole = pad_batch([self.documents[int(i)] for i in places], self.config.length)
-        size = rows // self.share.count
-        mine = jax.tree.map(lambda x: x[self.share.index * size : (self.share.index + 1) * size], whole)
+        size = rows // self.share.of
+        mine = jax.tree.map(lambda x: x[self.share.part * size : (self.share.part + 1) * size], whole)
         with use(self.mesh):
             return argmax_share(self.target.model, [place_rows(mine, self.mesh)])
 
@@ -134,7 +134,14 @@ def make_setup(config: DistillConfig) -> Setup:
     if mesh is not None and problems:
         raise ValueError(f"the head cannot be split over --config.mesh {describe(mesh.shape)}: {'; '.join(problems)}")
     documents = open_documents(config.data, target)
-    objective = Objective(
+    layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
+    optimizer = only(make_optimizer(config.optimizer, config.steps), layout, config.train_only)
+    return Setup(config, target, documents, layout, mesh, optimizer, make_objective(config), share)
+
+
+def make_objective(config: DistillConfig) -> Objective:
+    """What a step compiles for."""
+    return Objective(
         config.gamma,
         config.temperature,
         config.loss,
@@ -142,9 +149,6 @@ def make_setup(config: DistillConfig) -> Setup:
         logit_chunk=config.logit_chunk,
         micro_batches=config.micro_batches,
     )
-    layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
-    optimizer = only(make_optimizer(config.optimizer, config.steps), layout, config.train_only)
-    return Setup(config, target, documents, layout, mesh, optimizer, objective, share)
 
 
 def check_config(config: DistillConfig) -> None:
@@ -220,7 +224,7 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
         "target": model_digest(setup.target.path),
         "data": setup.documents.digest,
         "documents": len(setup.documents),
-        "processes that share a batch": setup.share.count,
+        "processes that share a batch": setup.share.of,
     }
 
 

@@ -68,7 +68,7 @@ def held_out(config: DistillConfig, target: Target, enable_thinking: bool | None
         raise ValueError("--config.eval_every needs --config.eval_prompts, a JSONL file of held-out prompts")
     if any(budget < 1 for budget in config.eval_budgets):
         raise ValueError(f"--config.eval_budgets must be above 0, got {config.eval_budgets}")
-    prompts = []
+    prompts: list[str] = []
     for prompt in read_prompts(config.eval_prompts)[0][: config.eval_count]:
         text = jetspec_jax.chat_prompt(target, prompt, enable_thinking=enable_thinking)
         where = f"{config.eval_prompts}: prompt {len(prompts) + 1}"
