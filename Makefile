@@ -2,10 +2,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: generate test test-plan test-torch lint
+.PHONY: generate head test test-plan test-torch lint
 
 generate: $(VENV)/installed
 	$(BIN)/python -m infer.generate --budget 256 --compare
+
+# Trains the draft head that ships here, from text that its target writes.
+head: $(VENV)/installed
+	$(BIN)/python -m train.regenerate --model jetspec_jax/assets/target --prompts tasks:8000 \
+		--max-new-tokens 192 --batch-size 64 --out runs/regenerated
+	$(BIN)/python -m train.distill --config configs/tiny.py --resume=auto
 
 test: $(VENV)/installed-test lint
 	$(BIN)/python -m pytest

@@ -1,18 +1,26 @@
-"""A parent term for the draft head that ships with the project: the head is frozen, the term alone is trained."""
+"""A parent term for a draft head that has none: the head is frozen, the term's two tables alone are trained.
 
+For a head of your own: --config.target=, --config.data= and --config.init_head=. The one named here is of the small
+target, by `python -m train.distill --config configs/tiny.py --config.parent_rank=0 --config.out=runs/plain`.
+"""
+
+from jetspec_jax.models import EMBEDDED_TARGET
 from train.config import DistillConfig, OptimizerConfig
 
 
 def get_config() -> DistillConfig:
     return DistillConfig(
-        target="jetspec_jax/assets/target",
+        target=str(EMBEDDED_TARGET),
         data="runs/regenerated",
-        out="runs/head_with_parent_term",
-        init_head="jetspec_jax/assets/head",
+        out="runs/upgraded",
+        init_head="runs/plain",
         train_only="parent",
         parent_rank=64,
-        steps=1000,
+        steps=500,
         packed=False,
         mixed_fill=0.0,  # decoding fills nothing
+        eval_every=500,
+        eval_prompts=str(EMBEDDED_TARGET.parent / "held_out.jsonl"),
+        eval_count=200,
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50),
     )
