@@ -167,9 +167,14 @@ def misfits(config: DecoderConfig, mesh: Mesh) -> list[str]:
     return found
 
 
+def batch_ways(mesh: Mesh | None) -> int:
+    """How many parts a mesh splits a batch's rows into; 1 without one."""
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in RULES["batch"])
+
+
 def check_batch(rows: int, mesh: Mesh) -> None:
     """Raises ValueError unless a batch of so many rows can be split evenly over a mesh."""
-    ways = math.prod(mesh.shape[name] for name in RULES["batch"])
+    ways = batch_ways(mesh)
     if rows % ways:
         raise ValueError(
             f"a batch of {rows} cannot be split over {'*'.join(RULES['batch'])}={ways} of the mesh "

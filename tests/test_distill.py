@@ -271,6 +271,11 @@ def test_the_head_with_the_best_tau_is_kept(case, tmp_path, monkeypatch):
         ({"mesh": "data=2"}, r"mesh data=2 needs 2 devices, there are 1"),
         ({"eval_every": 5}, r"--config.eval_every needs --config.eval_prompts"),
         ({"mixed_fill": 0.5, "causal_head": False}, r"--config.mixed_fill needs a causal head"),
+        ({"mixed_fill": 3.0}, r"--config.mixed_fill is a share, from 0 to 1, got 3.0"),
+        ({"logit_chunk": -1}, r"--config.logit_chunk must be at least 0, got -1"),
+        ({"block_size": 1}, r"--config.block_size must be at least 2, got 1"),
+        ({"optimizer": OptimizerConfig(clip_norm=0)}, r"--config.optimizer.clip_norm must be above 0, got 0"),
+        ({"data": ""}, r"--config.data must be given"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_first_step(case, tmp_path, fields, message):

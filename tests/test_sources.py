@@ -11,7 +11,7 @@ import pytest
 import jetspec_jax
 from jetspec_jax.chat import chat_answers, chat_prompt
 from jetspec_jax.models import EMBEDDED_TARGET
-from train.manifest import DATA, Manifest
+from train.manifest import DATA, Manifest, model_digest
 from train.prompts import answer_order, read_prompts, tokenised
 from train.sources import open_documents
 
@@ -207,7 +207,8 @@ def test_a_source_that_cannot_be_opened_is_named(target, tmp_path):
 def test_a_regenerated_directory_says_its_mode_and_must_be_finished(target, tmp_path):
     """An unfinished one is refused with what to do; another model's is a warning."""
     write(tmp_path / DATA, {"prompt_ids": [1], "token_ids": [2]})
-    manifest = Manifest({"model": target.name, "enable_thinking": False}, {})
+    settings = {"model": target.name, "model_sha256": model_digest(target.path), "enable_thinking": False}
+    manifest = Manifest(settings, {})
     manifest.write(tmp_path)
     with pytest.raises(ValueError, match=r"is not finished; run train\.regenerate again .* or give .*data\.jsonl"):
         open_documents(str(tmp_path), target)
@@ -219,6 +220,9 @@ def test_a_regenerated_directory_says_its_mode_and_must_be_finished(target, tmp_
     assert open_documents(str(tmp_path), other).warnings == (
         f"{tmp_path} was written by {target.name}, and the target is other",
     )
+    Manifest({**settings, "model_sha256": "0"}, {}, finished=True).write(tmp_path)
+    [warning] = open_documents(str(tmp_path), target).warnings
+    assert f"was written by another {target.name} than {target.path}" in warning
     with pytest.raises(ValueError, match="was regenerated with its own system message"):
         open_documents(str(tmp_path), target, system="x")
 

@@ -5,8 +5,9 @@ import pathlib
 
 import jax
 import numpy as np
+import optax
 import pytest
-from packed_case import BLOCK, TARGET, blocks_of, drawn_loss, fresh_models, models, outputs, packed
+from packed_case import BLOCK, TARGET, blocks_of, drawn_grad, drawn_loss, fresh_models, models, outputs, packed
 
 from configs import parent_term
 from jetspec_jax import Target, save_draft_head
@@ -47,11 +48,15 @@ def test_an_upgrade_trains_the_term_and_changes_nothing_else(saved):
     )  # two moments of two tables
     _, start = drawn_loss(models(True)[1], model, packed(), outputs().taps, outputs().hidden, blocks_of(filled=False),
                           gamma=0.0, temperature=1.0)  # fmt: skip
-    losses = []
+    grads, _ = drawn_grad(head, model, packed(), outputs().taps, outputs().hidden, blocks_of(filled=False),
+                          gamma=0.0, temperature=1.0)  # fmt: skip
+    losses, norms = [], []
     for _ in range(20):
-        options = {"optimizer": optimizer, "objective": Objective()}
+        options = {"optimizer": optimizer, "objective": Objective(train_only="parent")}
         state, metrics = train_step(state, model, packed(), blocks_of(filled=False), **options)
         losses.append(float(metrics.blocks.loss))
+        norms.append(float(metrics.gradient_norm))
+    np.testing.assert_allclose(norms[0], optax.tree.norm(grads.parent), rtol=1e-4)  # the frozen part has no gradient
     np.testing.assert_allclose(losses[0], start.loss, rtol=1e-5)
     assert losses[-1] < 0.9 * losses[0]
     for name, weight in hf_tensors(state.head).items():

@@ -28,7 +28,7 @@ from train.config import DistillConfig
 from train.data import Packed, bucketed_batches, chat_document, packed_batches
 from train.objective import Blocks, sample_blocks
 from train.optimizer import make_optimizer, schedule
-from train.setup import head_config
+from train.setup import head_layout, with_mask_token
 from train.step import Objective, new_state, train_step
 from train.tasks import problems
 
@@ -113,7 +113,7 @@ def _data(config: DistillConfig, count: int) -> list[tuple[Packed, Blocks]]:
 def _steps(config: DistillConfig) -> tuple[Step, Step]:
     """Our step and the plain one, each with its own copy of the same weights."""
     target = jetspec_jax.load_target(dtype="float32")
-    head = DraftHead(head_config(config, target), rngs=nnx.Rngs(config.seed))
+    head = DraftHead(head_layout(with_mask_token(config, target), target.config), rngs=nnx.Rngs(config.seed))
     settings = config.optimizer
     by_adam, by_muon = (
         schedule(settings, peak, config.steps) for peak in (settings.learning_rate, settings.matrix_learning_rate)

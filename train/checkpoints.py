@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jetspec_jax.checkpoint import WEIGHTS, save_draft_head
@@ -112,11 +112,7 @@ def export(directory: pathlib.Path, head: DraftHead) -> None:
 
 def _whole(x: jax.Array) -> Any:
     """An array that may be split over processes, on this host."""
-    if x.is_fully_addressable:
-        return jax.device_get(x)
-    assert isinstance(x.sharding, NamedSharding)
-    everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
-    return jax.device_get(jax.jit(lambda x: x, out_shardings=everywhere)(x))
+    return jax.device_get(x) if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
 
 
 def _by_name(state: TrainState) -> dict[str, Any]:

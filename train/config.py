@@ -4,6 +4,7 @@ Annotations are not postponed here, since config_flags reads the fields' types f
 """
 
 import dataclasses
+import operator
 
 
 @dataclasses.dataclass
@@ -61,7 +62,8 @@ class DistillConfig:
     `mixed_fill` is the share of blocks whose first slots hold true tokens; `gamma` the loss decay over slots
     (0: none); `loss` is a name of train.losses and `temperature` that of both distributions. `logit_chunk` slots of
     each row have their logits in memory at once (0: by the vocabulary's size). `target_layer_ids` empty means the
-    default spacing. `parent_rank` is the rank of the term that a token's parent adds to its logits (0: none).
+    default spacing; `mask_token_id` -1 the tokenizer's, or else the first embedding that no token has. `parent_rank` is
+    the rank of the term that a token's parent adds to its logits (0: none).
     `init_head` is a draft head's directory or hub id to start from; its layers, taps, block size and causality then
     count, not those given here. `train_only` names the part of it that is trained, such as "parent", the rest being
     frozen; empty is all of it.
@@ -86,6 +88,7 @@ class DistillConfig:
     block_size: int = 16
     num_hidden_layers: int = 2
     target_layer_ids: tuple[int, ...] = ()
+    mask_token_id: int = -1
     causal_head: bool = True
     mixed_fill: float = 0.5
     parent_rank: int = 0
@@ -112,10 +115,17 @@ class DistillConfig:
 
 
 def check_positive(config: object, *names: str) -> None:
-    """Raises ValueError naming the first of the fields that is not above 0."""
+    """Raises ValueError naming the first of the fields, such as "steps" or "optimizer.clip_norm", not above 0."""
     for name in names:
-        if getattr(config, name) <= 0:
-            raise ValueError(f"--config.{name} must be above 0, got {getattr(config, name)}")
+        if not (value := operator.attrgetter(name)(config)) > 0:
+            raise ValueError(f"--config.{name} must be above 0, got {value}")
+
+
+def check_from(config: object, least: float, *names: str) -> None:
+    """Raises ValueError naming the first of the fields, as for `check_positive`, that is below `least`."""
+    for name in names:
+        if not (value := operator.attrgetter(name)(config)) >= least:
+            raise ValueError(f"--config.{name} must be at least {least}, got {value}")
 
 
 def check_fill(mixed_fill: float, causal: bool) -> None:

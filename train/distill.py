@@ -124,11 +124,12 @@ class _Run:
             if ended or number or step % config.log_every == 0:
                 report = self._report(step, window)
             failing = report.get("skipped_in_a_row", 0) >= MAX_SKIPPED
-            started = time.perf_counter()
-            taus = self._evaluate(step, state) if ended or step % (config.eval_every or config.steps) == 0 else None
-            if ended or number or failing or taus or step % config.save_every == 0:
-                self._save(step, state, batches, taus)
-            window.pause(time.perf_counter() - started)
+            evaluates = not number and (ended or step % (config.eval_every or config.steps) == 0)
+            if ended or number or failing or evaluates or step % config.save_every == 0:
+                jax.block_until_ready(state)  # steps under way belong to the window, and what follows does not
+                started = time.perf_counter()
+                self._save(step, state, batches, self._evaluate(step, state) if evaluates else None)
+                window.pause(time.perf_counter() - started)
             if number or failing:
                 self.checkpoints.wait()
                 raise Interrupted(number) if number else Diverged(step, report["skipped_in_a_row"])

@@ -71,7 +71,8 @@ def join(
     found = _found(os.environ if environment is None else environment) if cluster == "auto" else cluster
     if found in (None, "none"):
         return False
-    _initialize(timeout, cluster_detection_method=found)
+    # JAX finds Kubernetes by itself, and has no name for it.
+    _initialize(timeout, **({} if found == "k8s" else {"cluster_detection_method": found}))
     return True
 
 
@@ -94,7 +95,7 @@ def _found(environment: Mapping[str, str]) -> str | None:
 def _initialize(timeout: int, **arguments: Any) -> None:
     try:
         jax.distributed.initialize(initialization_timeout=timeout, **arguments)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
         raise ValueError(
             f"the processes of the run did not meet ({given}): {error}; start as many as there should be, with one "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -126,9 +127,16 @@ def model_digest(path: pathlib.Path) -> str:
     digest = hashlib.sha256()
     for file in sorted({file for pattern in _IDENTITY for file in path.glob(pattern)}):
         digest.update(file.name.encode())
-        with open(file, "rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
+        state = file.stat()
+        digest.update(_file_digest(file, state.st_size, state.st_mtime_ns))
     return digest.hexdigest()
+
+
+@functools.cache
+def _file_digest(file: pathlib.Path, size: int, changed: int) -> bytes:
+    """Of a file of this size and time of change: weights are read once in a process."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").digest()
 
 
 def _sha256(text: str) -> str:

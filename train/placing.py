@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jetspec_jax.sharding import RULES, describe, make_mesh, spec
+from jetspec_jax.sharding import RULES, batch_ways, describe, make_mesh, spec
 
 Arrays = TypeVar("Arrays")
 
@@ -44,7 +43,7 @@ def training_mesh(text: str) -> Mesh | None:
 
 def check_rows(batch_size: int, micro_batches: int, mesh: Mesh | None) -> None:
     """Raises ValueError unless every device gets as many rows of every part of a batch."""
-    ways = 1 if mesh is None else math.prod(mesh.shape[name] for name in RULES["batch"])
+    ways = batch_ways(mesh)
     if batch_size % (ways * micro_batches):
         split = f"{ways * micro_batches} ({'*'.join(RULES['batch'])}={ways} of the mesh, {micro_batches} micro-batches)"
         raise ValueError(f"--config.batch_size {batch_size} must be a multiple of {split}")

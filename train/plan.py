@@ -6,7 +6,6 @@ the name of one of `jetspec_jax.shapes`; weights and data are not read.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
 from jetspec_jax.moe import ROUNDS
-from jetspec_jax.shapes import head_shape, target_shape
-from jetspec_jax.sharding import RULES, describe, make_mesh, misfits, spec, use
+from jetspec_jax.shapes import target_shape
+from jetspec_jax.sharding import batch_ways, describe, make_mesh, misfits, spec, use
 from jetspec_jax.target import TargetModel
 from kernels.topology import CHIPS, Chip, gpu_devices
 from train.chunked import automatic_chunk
@@ -32,9 +31,9 @@ from train.hlo import Work, work
 from train.objective import Blocks
 from train.optimizer import make_optimizer
 from train.placing import check_rows
-from train.setup import check_config, make_objective
+from train.setup import check_config, head_layout, make_objective
 from train.step import new_state, state_shardings, train_step
-from train.upgrade import initial_layout, only, with_layout
+from train.upgrade import only, with_layout
 
 USABLE = 0.92
 """The share of a GPU's memory that a step may take; CUDA, NCCL and fragmentation have the rest."""
@@ -115,7 +114,7 @@ def plan_step(config: DistillConfig, target: TargetConfig, mesh: Mesh) -> StepPl
         ValueError: the model or the batch cannot be split over the mesh, or a field cannot be.
     """
     check_config(config)
-    head = _head_config(config, target)
+    head = head_layout(config, target)
     config = with_layout(config, head)
     _check(config, target, head, mesh)
     optimizer = only(make_optimizer(config.optimizer, config.steps), head, config.train_only)
@@ -130,10 +129,10 @@ def plan_step(config: DistillConfig, target: TargetConfig, mesh: Mesh) -> StepPl
         compiled = traced.lower(lowering_platforms=("cuda",)).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    rows = config.batch_size // config.micro_batches // _ways(mesh)
+    rows = config.batch_size // config.micro_batches // batch_ways(mesh)
     slots = config.anchors * config.block_size
     chunk = min(slots, config.logit_chunk or automatic_chunk(target.vocab_size // mesh.shape["model"], rows, slots))
-    supervised = config.anchors * (config.block_size - 1 + (config.mixed_fill > 0))
+    supervised = config.anchors * (config.block_size - 1 + (head.mixed_fill > 0))
     width = (len(head.target_layer_ids) + 1) * target.hidden_size
     return StepPlan(
         target=_bytes(model),
@@ -195,7 +194,7 @@ def advice(config: DistillConfig, plan: StepPlan, chip: Chip, mesh: Mesh) -> Ite
     """Lines that say by how much a step does not fit, and what to change."""
     usable = USABLE * chip.memory
     yield f"does not fit: {plan.total / 1e9:.1f} GB of {usable / 1e9:.1f} usable; change one or more of:"
-    rows = config.batch_size // config.micro_batches // _ways(mesh)
+    rows = config.batch_size // config.micro_batches // batch_ways(mesh)
     if plan.arguments < usable:
         if rows > 1:
             yield f"  --config.micro_batches, {config.micro_batches}: raise it ({rows} rows a device at once)"
@@ -209,25 +208,11 @@ def _line(name: str, value: float, digits: int = 2) -> str:
     return f"  {name:<46}{value:>10,.{digits}f}"
 
 
-def _head_config(config: DistillConfig, target: TargetConfig) -> HeadConfig:
-    """The head's shape. Its mask token is any: memory and time do not depend on it."""
-    if layout := initial_layout(config):
-        return layout
-    taps = tuple(config.target_layer_ids)
-    shape = head_shape(target, config.num_hidden_layers, config.block_size, taps, parent_rank=config.parent_rank)
-    return dataclasses.replace(shape, causal_head=config.causal_head, mixed_fill=config.mixed_fill)
-
-
 def _check(config: DistillConfig, target: TargetConfig, head: HeadConfig, mesh: Mesh) -> None:
     check_fill(config.mixed_fill, config.causal_head)
     check_rows(config.batch_size, config.micro_batches, mesh)
     if problems := misfits(target, mesh) + misfits(head, mesh):
         raise ValueError(f"{config.target} cannot be split over {describe(mesh.shape)}: {'; '.join(problems)}")
-
-
-def _ways(mesh: Mesh) -> int:
-    """How many parts a batch is split into."""
-    return math.prod(mesh.shape[name] for name in RULES["batch"])
 
 
 def _batch(config: DistillConfig, mesh: Mesh) -> tuple[Packed, Blocks]:

@@ -18,13 +18,14 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 import jetspec_jax
 from jetspec_jax.checkpoint import parameter_name
-from jetspec_jax.config import HeadConfig, default_target_layer_ids
+from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
+from jetspec_jax.shapes import head_shape
 from jetspec_jax.sharding import describe, misfits, parameter_sharding, use
 from kernels.topology import CHIPS
 from train.argmax_share import argmax_share
-from train.config import DistillConfig, check_fill, check_positive
+from train.config import DistillConfig, check_fill, check_from, check_positive
 from train.data import Packed, bucketed_batches, packed_batches, pad_batch
 from train.flops import step_flops
 from train.losses import check_loss
@@ -101,7 +102,10 @@ class Setup:
 
     @property
     def peak(self) -> float | None:
-        """Dense bfloat16 FLOP/s of all devices together; None where their data sheet is not known."""
+        """Dense bfloat16 FLOP/s of all devices together; None where their data sheet is not known, or where a part of
+        the head is trained, which is less than `flops` counts."""
+        if self.config.train_only:
+            return None
         kind = jax.devices()[0].device_kind
         chips = [chip for chip in CHIPS.values() if chip.name == kind]
         return chips[0].tensor * (1 if self.mesh is None else self.mesh.size) if chips else None
@@ -124,17 +128,21 @@ def make_setup(config: DistillConfig) -> Setup:
         ValueError: a field is out of range, or target, data, head and mesh do not fit each other.
     """
     check_config(config)
+    if not config.data:
+        raise ValueError("--config.data must be given: a directory of train.regenerate, for example")
     mesh = training_mesh(config.mesh)
     check_rows(config.batch_size, config.micro_batches, mesh)
     share = share_of_rows(config.batch_size, mesh)
     target = jetspec_jax.load_target(config.target, dtype=config.target_dtype, mesh=mesh)
-    layout = initial_layout(config) or head_config(config, target)
+    config = with_mask_token(config, target)
+    layout = head_layout(config, target.config)
     config = with_layout(config, layout)
     problems = [] if mesh is None else misfits(layout, mesh)
     if mesh is not None and problems:
         raise ValueError(f"the head cannot be split over --config.mesh {describe(mesh.shape)}: {'; '.join(problems)}")
     documents = open_documents(config.data, target)
-    layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
+    if documents.enable_thinking is not None:
+        layout = dataclasses.replace(layout, enable_thinking=documents.enable_thinking)
     optimizer = only(make_optimizer(config.optimizer, config.steps), layout, config.train_only)
     return Setup(config, target, documents, layout, mesh, optimizer, make_objective(config), share)
 
@@ -148,55 +156,65 @@ def make_objective(config: DistillConfig) -> Objective:
         compute_dtype=None if config.compute_dtype == "float32" else jnp.dtype(config.compute_dtype),
         logit_chunk=config.logit_chunk,
         micro_batches=config.micro_batches,
+        train_only=config.train_only,
     )
 
 
 def check_config(config: DistillConfig) -> None:
     """Raises ValueError, naming the field, for what can be known to be wrong before anything is loaded."""
+    if not config.target:
+        raise ValueError("--config.target must be given: a checkpoint directory or a hub id")
     check_positive(
         config, "steps", "batch_size", "length", "anchors", "num_hidden_layers", "temperature", "micro_batches",
-        "log_every", "save_every", "keep_last",
+        "log_every", "save_every", "keep_last", "optimizer.learning_rate", "optimizer.clip_norm",
     )  # fmt: skip
+    check_from(config, 0, "seed", "gamma", "logit_chunk", "parent_rank", "optimizer.warmup_steps",
+               "optimizer.matrix_learning_rate", "optimizer.weight_decay", "eval_every")  # fmt: skip
+    check_from(config, 2, "block_size")
+    if not 0 <= config.mixed_fill <= 1:
+        raise ValueError(f"--config.mixed_fill is a share, from 0 to 1, got {config.mixed_fill}")
     check_loss(config.loss, config.temperature)
+    if config.eval_every and not config.eval_prompts:
+        raise ValueError("--config.eval_every needs --config.eval_prompts, a JSONL file of held-out prompts")
     for name in ("target_dtype", "compute_dtype"):
         if getattr(config, name) not in _DTYPES:
             raise ValueError(f"--config.{name} must be one of {', '.join(_DTYPES)}, got {getattr(config, name)!r}")
 
 
-def head_config(config: DistillConfig, target: Target) -> HeadConfig:
-    """The head that `config` describes, in the shape of the target's own layers.
+def head_layout(config: DistillConfig, shape: TargetConfig) -> HeadConfig:
+    """The head that `config` describes for a target of this shape: the one that it starts from, or one in the shape of
+    the target's own layers. The mask token of the latter is any, if `config` gives none.
 
     Raises:
-        ValueError: the tokenizer has no mask token, or the taps do not fit the target.
+        ValueError: the head to start from cannot be read or used, or the taps do not fit the target.
     """
-    shape = target.config
+    if layout := initial_layout(config):
+        return layout
     check_fill(config.mixed_fill, config.causal_head)
-    mask = None if target.tokenizer is None else target.tokenizer.mask_token_id
+    taps = tuple(config.target_layer_ids)
+    layout = head_shape(shape, config.num_hidden_layers, config.block_size, taps, parent_rank=config.parent_rank)
+    mask = layout.mask_token_id if config.mask_token_id < 0 else config.mask_token_id
+    return dataclasses.replace(layout, causal_head=config.causal_head, mixed_fill=config.mixed_fill, mask_token_id=mask)
+
+
+def with_mask_token(config: DistillConfig, target: Target) -> DistillConfig:
+    """`config` with a mask token: its own, else the tokenizer's, else the first embedding that no token has.
+
+    Raises:
+        ValueError: there is none of these.
+    """
+    if config.mask_token_id >= 0 or config.init_head:
+        return config
+    tokenizer, words = target.tokenizer, target.config.vocab_size
+    mask = None if tokenizer is None else tokenizer.mask_token_id
+    if mask is None and tokenizer is not None and len(tokenizer) < words:
+        mask = len(tokenizer)
     if mask is None:
-        raise ValueError(f"{target.path}: the tokenizer has no mask_token, which the head's empty slots need")
-    taps = tuple(config.target_layer_ids) or default_target_layer_ids(shape.num_hidden_layers, config.num_hidden_layers)
-    shared = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "rope_theta",
-        "max_position_embeddings",
-    )
-    return HeadConfig(
-        **{name: getattr(shape, name) for name in shared},
-        num_hidden_layers=config.num_hidden_layers,
-        block_size=config.block_size,
-        num_target_layers=shape.num_hidden_layers,
-        target_layer_ids=taps,
-        mask_token_id=mask,
-        causal_head=config.causal_head,
-        mixed_fill=config.mixed_fill,
-        parent_rank=config.parent_rank,
-    )
+        raise ValueError(
+            f"{target.path}: the head's empty slots need a token that no text has, and the tokenizer names no "
+            f"mask_token and leaves none of {words} embeddings free; set --config.mask_token_id to a reserved one"
+        )
+    return dataclasses.replace(config, mask_token_id=mask)
 
 
 def new_head(config: DistillConfig, layout: HeadConfig, target: Target) -> DraftHead:
@@ -225,12 +243,13 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
         "data": setup.documents.digest,
         "documents": len(setup.documents),
         "processes that share a batch": setup.share.of,
+        "processes": jax.process_count(),
     }
 
 
-FREE = ("out", "mesh", "log_every", "save_every", "keep_last", "eval_every", "eval_prompts", "eval_count",
-        "eval_batch_size", "eval_budgets", "eval_max_new_tokens")  # fmt: skip
-"""Fields that change no weight (the mesh: up to the order of sums): a resumed run may have others."""
+FREE = ("out", "mesh", "micro_batches", "logit_chunk", "log_every", "save_every", "keep_last", "eval_every",
+        "eval_prompts", "eval_count", "eval_batch_size", "eval_budgets", "eval_max_new_tokens")  # fmt: skip
+"""Fields that change no weight, up to the order of sums: a resumed run may have others."""
 
 
 def derived(setup: Setup) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from jetspec_jax.chat import chat_answers, check_messages, thinking_mode
 from jetspec_jax.models import Target
 from train.data import Document, document
-from train.manifest import DATA, MANIFEST, Manifest
+from train.manifest import DATA, MANIFEST, Manifest, model_digest
 from train.rows import Rows, good_rows, open_rows
 
 _KINDS = ({"messages"}, {"prompt", "response"}, {"text"}, {"prompt_ids", "token_ids"})
@@ -161,6 +161,8 @@ def open_documents(
         enable_thinking = manifest.settings["enable_thinking"]
         if manifest.settings["model"] != target.name:
             warnings.append(f"{source} was written by {manifest.settings['model']}, and the target is {target.name}")
+        elif manifest.settings["model_sha256"] != model_digest(target.path):
+            warnings.append(f"{source} was written by another {target.name} than {target.path}: their files differ")
         rows, template = open_rows(str(directory / DATA)), Template(target)
     else:
         rows, template = open_rows(source), Template(target, system, enable_thinking)

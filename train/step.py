@@ -22,15 +22,17 @@ from jetspec_jax.target import TargetModel
 from train.data import Packed
 from train.objective import BlockMetrics, Blocks, distillation_loss
 from train.packed import target_forward
+from train.upgrade import frozen_but
 
 MAX_SKIPPED = 10
 """Steps in a row that may be skipped for not being finite."""
 
 
 class Objective(NamedTuple):
-    """What a step compiles for, besides shapes; the fields are `distillation_loss`'s.
+    """What a step compiles for, besides shapes; the first fields are `distillation_loss`'s.
 
     micro_batches: equal parts of the batch, one after another, whose gradients add up to the whole batch's.
+    train_only: the part of the head that has a gradient; "" is all of it.
     """
 
     gamma: float = 0.0
@@ -39,6 +41,7 @@ class Objective(NamedTuple):
     compute_dtype: jnp.dtype | None = None
     logit_chunk: int = 0
     micro_batches: int = 1
+    train_only: str = ""
 
 
 @jax.tree_util.register_dataclass
@@ -155,11 +158,15 @@ def _part_gradient(
     head: DraftHead, target: TargetModel, batch: Packed, blocks: Blocks, objective: Objective
 ) -> tuple[DraftHead, BlockMetrics]:
     options = objective._asdict()
-    options.pop("micro_batches")
+    del options["micro_batches"], options["train_only"]
     with jax.named_scope("target"):
         out = target_forward(target, batch, head.config.target_layer_ids)
-    loss = functools.partial(distillation_loss, **options)
-    return jax.grad(loss, has_aux=True)(head, target, batch, out.taps, out.hidden, blocks)
+
+    def loss(head: DraftHead) -> tuple[jax.Array, BlockMetrics]:
+        head = frozen_but(head, objective.train_only)
+        return distillation_loss(head, target, batch, out.taps, out.hidden, blocks, **options)
+
+    return jax.grad(loss, has_aux=True)(head)
 
 
 def _laid_out(state: TrainState) -> TrainState:

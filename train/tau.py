@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 
@@ -11,7 +10,7 @@ import jetspec_jax
 from jetspec_jax.engine import check_prompt, prompt_ids
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
-from jetspec_jax.sharding import RULES
+from jetspec_jax.sharding import batch_ways
 from train.config import DistillConfig, check_positive
 from train.prompts import read_prompts
 
@@ -64,8 +63,6 @@ def held_out(config: DistillConfig, target: Target, enable_thinking: bool | None
             "--config.eval_every decodes in one process, and there are several: set it to 0 and measure tau of the "
             "run's directory with infer.generate"
         )
-    if not config.eval_prompts:
-        raise ValueError("--config.eval_every needs --config.eval_prompts, a JSONL file of held-out prompts")
     if any(budget < 1 for budget in config.eval_budgets):
         raise ValueError(f"--config.eval_budgets must be above 0, got {config.eval_budgets}")
     prompts: list[str] = []
@@ -74,8 +71,7 @@ def held_out(config: DistillConfig, target: Target, enable_thinking: bool | None
         where = f"{config.eval_prompts}: prompt {len(prompts) + 1}"
         check_prompt(prompt_ids(target, text), target, config.eval_max_new_tokens, where)
         prompts.append(text)
-    mesh = target.mesh
-    ways = 1 if mesh is None else math.prod(mesh.shape[name] for name in RULES["batch"])
+    ways = batch_ways(target.mesh)
     size = -(-config.eval_batch_size // ways) * ways
     return HeldOut(tuple(prompts), tuple(config.eval_budgets), size, config.eval_max_new_tokens)
 

@@ -73,7 +73,7 @@ def only(optimizer: optax.GradientTransformation, layout: HeadConfig, part: str)
         return optimizer
 
     def label(path: tuple[Any, ...], _: jax.Array) -> str:
-        return "trained" if f"{parameter_name(path)}.".startswith(f"{part}.") else "frozen"
+        return "trained" if _inside(path, part) else "frozen"
 
     def labels(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(label, params)
@@ -85,3 +85,14 @@ def only(optimizer: optax.GradientTransformation, layout: HeadConfig, part: str)
             f"{', '.join(sorted({name.partition('.')[0] for name in hf_tensors(head)}))}"
         )
     return optax.multi_transform({"trained": optimizer, "frozen": optax.set_to_zero()}, labels)
+
+
+def frozen_but(head: DraftHead, part: str) -> DraftHead:
+    """`head`, of which only the parameters whose names begin with `part` have a gradient; "" is all of them."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if _inside(path, part) else jax.lax.stop_gradient(leaf), head
+    )
+
+
+def _inside(path: tuple[Any, ...], part: str) -> bool:
+    return not part or f"{parameter_name(path)}.".startswith(f"{part}.")
