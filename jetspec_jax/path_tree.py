@@ -84,13 +84,14 @@ class _Search(NamedTuple):
     scores: float32 `[B, N]`, descending; -inf is an empty place.
     keys: int32 `[B, N]`, depth * V + token while a node's children are to be scored; the bits inverted, which is
         negative, once they are, and where there are none to score.
-    parents: int32 `[B, N]`, places among the nodes.
+    names: int32 `[B, N]`, a number of each node's own; the root's is 0. parents: int32 `[B, N]`, those of the parents.
     row_keys: int32 `[B, M]`, the keys of nodes that a kept row is of; -1 is none.
     child_keys, child_logprobs: int32 and float32 `[B, M, W]`, these rows.
     """
 
     scores: jax.Array
     keys: jax.Array
+    names: jax.Array
     parents: jax.Array
     row_keys: jax.Array
     child_keys: jax.Array
@@ -100,14 +101,15 @@ class _Search(NamedTuple):
 def search_tree(anchors: jax.Array, scorer: PathScorer, shape: TreeShape) -> Tree:
     """The best `shape.nodes - 1` paths below the anchors `[B]`, every child scored given its own parent.
 
-    Nodes are kept in the order of their scores, as many as the tree has. A step computes rows for the best of those
-    whose children are not scored yet, merges the children in, and drops what falls off the end. That is exact: a
-    log-probability is at most 0, so what is worse than `shape.nodes` others has no descendant among the best; and when
-    no kept node waits, every node that was left out is, or descends from, a child that was scored and fell off. Ties
-    go to the node that was found first, hence to the parent before its child, which keeps the set closed under
-    ancestors. A row of the batch does not depend on the others.
+    Nodes are kept in the order of their scores, as many as the tree has. A step looks at the best few of those whose
+    children are not scored yet, computes rows for some, merges the children in, and drops what falls off the end. That
+    is exact: a log-probability is at most 0, so what is worse than `shape.nodes` others has no descendant among the
+    best; and when no kept node waits, every node that was left out is, or descends from, a child that was scored and
+    fell off. Ties go to the node that was found first, hence to the parent before its child, which keeps the set closed
+    under ancestors. A row of the batch does not depend on the others.
 
-    Nodes of equal depth and token share a row: it serves all of them that wait, and is kept for those to come.
+    Nodes of equal depth and token share a row, which is kept for those to come. A log-probability that is no number
+    counts as 0 probability.
 
     Raises:
         ValueError: the tree is deeper than the head's slots.
@@ -115,11 +117,9 @@ def search_tree(anchors: jax.Array, scorer: PathScorer, shape: TreeShape) -> Tre
     if shape.depth > scorer.base.shape[1]:
         raise ValueError(f"depth {shape.depth} is beyond the {scorer.base.shape[1]} drafted slots")
     search = _start(anchors, shape)
-    rows = _rows_per_step(shape)
-    kept = search.row_keys.shape[1]
 
     def step(index: jax.Array, search: _Search) -> _Search:
-        return _step(search, scorer, shape, rows, index * rows % kept)
+        return _step(search, scorer, shape, index)
 
     def waiting(carry: tuple[jax.Array, _Search]) -> jax.Array:
         return jnp.any(carry[1].keys >= 0)
@@ -135,7 +135,12 @@ def search_tree(anchors: jax.Array, scorer: PathScorer, shape: TreeShape) -> Tre
 
 def _rows_per_step(shape: TreeShape) -> int:
     """How many rows a step computes: enough that a tree of this size takes few more steps than its depth."""
-    return 1 if shape.width == 1 or shape.budget <= 32 else 2 if shape.budget <= 128 else 4
+    return 1 if shape.width == 1 or shape.nodes <= 33 else 2 if shape.nodes <= 129 else 4
+
+
+def _parents_per_step(shape: TreeShape) -> int:
+    """How many of the waiting nodes a step looks at: those that get rows, and enough of those that share one."""
+    return min(shape.nodes, 8 * _rows_per_step(shape))
 
 
 def _start(anchors: jax.Array, shape: TreeShape) -> _Search:
@@ -147,6 +152,7 @@ def _start(anchors: jax.Array, shape: TreeShape) -> _Search:
     return _Search(
         scores=jnp.where(root, jnp.float32(0), filled(jnp.float32(-jnp.inf), shape.nodes)),
         keys=jnp.where(root, anchors[:, None].astype(jnp.int32), filled(jnp.int32(-1), shape.nodes)),
+        names=filled(jnp.int32(0), shape.nodes),
         parents=filled(jnp.int32(0), shape.nodes),
         row_keys=filled(jnp.int32(-1), kept),
         child_keys=filled(jnp.int32(-1), kept, shape.width),
@@ -154,41 +160,50 @@ def _start(anchors: jax.Array, shape: TreeShape) -> _Search:
     )
 
 
-def _step(search: _Search, scorer: PathScorer, shape: TreeShape, rows: int, place: jax.Array) -> _Search:
-    """Scores the children of waiting nodes that have a row, once the best nodes without one have got it."""
-    search = _with_rows(search, scorer, shape, rows, place)
+def _step(search: _Search, scorer: PathScorer, shape: TreeShape, index: jax.Array) -> _Search:
+    """Scores the children of the best waiting nodes, of those with a row, once the best without one have got it."""
     batch, nodes = search.keys.shape
+    waiting = jnp.where(search.keys >= 0, search.scores, -jnp.inf)
+    above, places = top_k(waiting, _parents_per_step(shape))
+    keys = jnp.where(above > -jnp.inf, _take(search.keys, places), -2)
+    search = _with_rows(search, keys, scorer, shape, index)
     kept = jnp.arange(search.row_keys.shape[1], dtype=jnp.int32)[None, None]
-    same = (search.keys[:, :, None] == search.row_keys[:, None]) & (search.keys >= 0)[:, :, None]
-    row = jnp.max(jnp.where(same, kept, -1), axis=2)
+    row = jnp.max(jnp.where(keys[:, :, None] == search.row_keys[:, None], kept, -1), axis=2)
     here = (jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.maximum(row, 0))
     logprobs = search.child_logprobs.at[here].get(mode="promise_in_bounds")
-    found = jnp.maximum(search.scores[:, :, None] + logprobs, _FLOOR)
-    found = jnp.where((row >= 0)[:, :, None], found, -jnp.inf)
-    scores = jnp.concatenate([search.scores, found.reshape(batch, -1)], axis=1)
-    keys = jnp.where(row >= 0, ~search.keys, search.keys)
-    child_keys = search.child_keys.at[here].get(mode="promise_in_bounds")
-    keys = jnp.concatenate([keys, child_keys.reshape(batch, -1)], axis=1)
-    scores, chosen = top_k(scores, nodes)
-    parents = jnp.where(chosen < nodes, _take(search.parents, chosen % nodes), (chosen - nodes) // shape.width)
-    return search._replace(scores=scores, keys=_take(keys, chosen), parents=_places(chosen, parents))
+    # A score of NaN would never be asked for, and wait for ever.
+    found = jnp.fmax(above[:, :, None] + logprobs, _FLOOR)
+    found = jnp.where((row >= 0)[:, :, None], found, -jnp.inf).reshape(batch, -1)
+    child_keys = search.child_keys.at[here].get(mode="promise_in_bounds").reshape(batch, -1)
+    names = 1 + index * found.shape[1] + jnp.arange(found.shape[1], dtype=jnp.int32)[None]
+    parents = jnp.repeat(_take(search.names, places), shape.width, axis=1)
+    place = jnp.arange(nodes, dtype=jnp.int32)[None, :, None]
+    done = jnp.any((place == places[:, None]) & (row >= 0)[:, None], axis=2)
+    both = lambda old, new: jnp.concatenate([old, jnp.broadcast_to(new, found.shape)], axis=1)  # noqa: E731
+    scores, chosen = top_k(both(search.scores, found), nodes)
+    return search._replace(
+        scores=scores,
+        keys=_take(both(jnp.where(done, ~search.keys, search.keys), child_keys), chosen),
+        names=_take(both(search.names, names), chosen),
+        parents=_take(both(search.parents, parents), chosen),
+    )
 
 
-def _with_rows(search: _Search, scorer: PathScorer, shape: TreeShape, rows: int, place: jax.Array) -> _Search:
-    """The search with `rows` more rows at `place`: of the best waiting nodes, of different keys, that have none."""
-    waiting = search.keys >= 0
-    known = jnp.any(search.keys[:, :, None] == search.row_keys[:, None], axis=2)
-    before = jnp.tri(shape.nodes, k=-1, dtype=bool)[None]
-    repeated = jnp.any((search.keys[:, :, None] == search.keys[:, None]) & before, axis=2)
-    best, chosen = top_k(jnp.where(waiting & ~known & ~repeated, search.scores, -jnp.inf), rows)
-    asked = best > -jnp.inf
-    keys = jnp.where(asked, _take(search.keys, chosen), 0)
-    vocab = scorer.base.shape[-1]
+def _with_rows(search: _Search, keys: jax.Array, scorer: PathScorer, shape: TreeShape, index: jax.Array) -> _Search:
+    """The search with rows of the first few of `keys` `[B, P]` that have none; below 0 is no key."""
+    rows, vocab = _rows_per_step(shape), scorer.base.shape[-1]
+    known = jnp.any(keys[:, :, None] == search.row_keys[:, None], axis=2)
+    before = jnp.tri(keys.shape[1], k=-1, dtype=bool)[None]
+    repeated = jnp.any((keys[:, :, None] == keys[:, None]) & before, axis=2)
+    wanted, chosen = top_k(((keys >= 0) & ~known & ~repeated).astype(jnp.float32), rows)
+    asked = wanted > 0
+    keys = jnp.where(asked, _take(keys, chosen), 0)
     depths, tokens = keys // vocab, keys % vocab
     children = scorer.rows(depths, tokens)
     below = depths[:, :, None] + 1
     child_keys = below * vocab + children.tokens
     child_keys = jnp.where(below == shape.depth, ~child_keys, child_keys)
+    place = index * rows % search.row_keys.shape[1]
     put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, place, axis=1)  # noqa: E731
     return search._replace(
         row_keys=put(search.row_keys, jnp.where(asked, keys, -1)),
@@ -201,19 +216,19 @@ def _in_level_order(search: _Search, vocab: int) -> Tree:
     """The finished search as a tree: depths ascend, the better node of a depth comes first."""
     keys = ~search.keys
     _, order = top_k(-(keys // vocab), keys.shape[1])
-    keys = _take(keys, order)
+    keys, names, parents = _take(keys, order), _take(search.names, order), _take(search.parents, order)
     return Tree(
         tokens=keys % vocab,
-        parents=_places(order, _take(search.parents, order)),
+        parents=_places(names, parents),
         depths=keys // vocab,
         scores=_take(search.scores, order),
     )
 
 
-def _places(order: jax.Array, wanted: jax.Array) -> jax.Array:
-    """`[B, N]`, where in `order` `[B, N]` each of `wanted` `[B, N]` is; it is there once."""
-    place = jnp.arange(order.shape[1], dtype=jnp.int32)[None, None]
-    return jnp.sum(jnp.where(order[:, None] == wanted[:, :, None], place, 0), axis=2, dtype=jnp.int32)
+def _places(among: jax.Array, wanted: jax.Array) -> jax.Array:
+    """`[B, N]`, where in `among` `[B, N]` each of `wanted` `[B, N]` is; it is there once."""
+    place = jnp.arange(among.shape[1], dtype=jnp.int32)[None, None]
+    return jnp.sum(jnp.where(among[:, None] == wanted[:, :, None], place, 0), axis=2, dtype=jnp.int32)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:

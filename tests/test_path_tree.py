@@ -150,6 +150,25 @@ def test_rows_are_computed_once_for_a_depth_and_token_and_only_for_the_best_node
     assert len(computed) < inner.sum()
 
 
+@pytest.mark.parametrize("slot", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "-inf"])
+def test_a_slot_without_numbers_ends_in_a_whole_tree_and_changes_no_other_row(slot):
+    """A head may overflow: the search must end, and a node must never stand for nothing."""
+    shape = TreeShape(budget=40, width=3, depth=4)
+    anchors, base, term = random_case(5, shape.depth, vocab=9)
+    want = rows_of(searched(anchors, base, term, shape))
+    base[0, 1], base[1, 2, 4], base[2] = slot, slot, slot
+    have = rows_of(searched(anchors, base, term, shape))
+    for anchor, tree in zip(anchors, have, strict=True):
+        check_structure(tree, anchor, shape)
+        assert np.isfinite(tree.scores).all()
+    jax.tree.map(np.testing.assert_array_equal, have[3:], want[3:])
+
+
+def test_a_budget_far_above_what_width_and_depth_allow_takes_every_path():
+    anchors, base, term = random_case(6, 1, vocab=9)
+    assert searched(anchors, base, term, TreeShape(256, 2, 1)).tokens.shape == (BATCH, 3)
+
+
 def test_a_tree_deeper_than_the_slots_is_refused():
     anchors, base, term = random_case(0, 3, vocab=6)
     with pytest.raises(ValueError, match="depth 4 is beyond the 3 drafted slots"):
