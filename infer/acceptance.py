@@ -2,7 +2,8 @@
 
 Prints a JSON object for each head and budget. `tau` is tokens committed per target forward, after prefill, over all
 prompts; `low` and `high` bound its 95% interval, by resampling prompts. With --faithfulness also the gap
-sum log q - sum log p of drafted branches: q is what the head's tree says of a branch, p what the target does.
+sum log q - sum log p of drafted branches, along greedy texts: q is what the head's tree says of a branch, p what the
+target does.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="prompt i draws with seed + i")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--faithfulness", action="store_true", help="also compare drafted branches with the target")
+    parser.add_argument("--faithfulness", action="store_true", help="also compare drafted branches with the target, along its greedy texts")
     add_flags(parser)
     return parser
 

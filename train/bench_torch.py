@@ -59,7 +59,6 @@ def compare(config: DistillConfig, batches: int, turns: int) -> dict[str, object
     plain |= {
         "target_dtype": "float32",
         "compute_dtype": "float32",
-        "parent_rank": 0,
         "init_head": "",
         "train_only": "",
     }

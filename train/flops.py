@@ -8,11 +8,11 @@ from jetspec_jax.config import DecoderConfig, HeadConfig, TargetConfig
 def step_flops(target: TargetConfig, head: HeadConfig, *, rows: int, length: int, anchors: int) -> float:
     """Model FLOPs of one step, two a multiply-add, of matrix products and attention alone.
 
-    The target's forward; the head's forward and its backward, twice that; lm_head's three products a supervised slot
-    (student, teacher, and back from the student's logits) and as many of a parent term (there, and back to both its
-    tables). Attention counts the pairs that the masks let through, with
-    one document a row and anchors spread evenly over it. Experts count where a token is sent. Nothing is counted
-    that is computed again in the backward pass.
+    The target's forward; the head's forward and its backward, twice that, all of it being trained; lm_head's three
+    products a supervised slot (student, teacher, and back from the student's logits) and as many of a parent term
+    (there, and back to both its tables). Attention counts the pairs that the masks let through, with one document a row
+    and anchors spread evenly over it. Experts count where a token is sent. Nothing is counted that is computed again in
+    the backward pass.
 
     Args:
         rows: of the whole batch, each of `length` tokens and `anchors` blocks.

@@ -80,6 +80,9 @@ class PlainStep:
         with torch.no_grad():
             taught = hidden[row[supervised], source[supervised]] @ words.T
         logits = drafted[supervised] @ words.T
+        if self._config.parent_rank:
+            parents = batch.tokens[row[supervised], source[supervised]]
+            logits = logits + self._head["parent.embed.weight"][parents] @ self._head["parent.unembed.weight"].T
         divergence = F.kl_div(logits.log_softmax(-1), taught.log_softmax(-1), reduction="sum", log_target=True)
         right = torch.zeros(supervised.shape, dtype=torch.bool)
         right[supervised] = logits.argmax(-1) == taught.argmax(-1)
