@@ -133,7 +133,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="prompt i draws with seed + i")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--faithfulness", action="store_true", help="also compare drafted branches with the target, along its greedy texts")
+    parser.add_argument(
+        "--faithfulness",
+        action="store_true",
+        help="also compare drafted branches with the target, along its greedy texts",
+    )
     add_flags(parser)
     return parser
 
