@@ -201,7 +201,7 @@ def test_a_changed_data_file_is_refused_with_its_line(whole, run, tmp_path, caps
 
 
 def test_two_processes_cannot_share_a_directory(whole, run, capsys):
-    with command._locked(whole):
+    with command.locked(whole):
         assert run(whole, *SAMPLED) == 2
     assert f"another process writes to {whole}" in capsys.readouterr().err
 
