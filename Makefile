@@ -13,8 +13,9 @@ head: $(VENV)/installed
 		--max-new-tokens 192 --batch-size 64 --out runs/regenerated
 	$(BIN)/python -m train.distill --config configs/tiny.py --resume=auto
 
+# By file, since the tests of a file share what they have compiled.
 test: $(VENV)/installed-test lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 # Compiles for GPUs that are not there; JAX_PLATFORMS keeps the CUDA plugin from looking for one.
 test-plan: $(VENV)/installed-test
