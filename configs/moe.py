@@ -1,21 +1,15 @@
 """A head for Qwen3-30B-A3B as the paper trains it, on eight GPUs of 80 GB (docs/training_plans.md)."""
 
-from train.config import DistillConfig, OptimizerConfig
+import dataclasses
+
+from configs import qwen3_8b
+from train.config import DistillConfig
 
 
 def get_config() -> DistillConfig:
-    return DistillConfig(
+    return dataclasses.replace(
+        qwen3_8b.get_config(),
         target="Qwen/Qwen3-30B-A3B",
         data="runs/qwen3_30b_a3b_regenerated",
         out="runs/qwen3_30b_a3b_head",
-        steps=25_000,
-        batch_size=32,
-        length=3072,
-        anchors=256,
-        num_hidden_layers=5,
-        logit_chunk=128,
-        mesh="fsdp=8",
-        target_dtype="bfloat16",
-        compute_dtype="bfloat16",
-        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=1000),
     )

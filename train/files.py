@@ -26,6 +26,15 @@ def locked(out: pathlib.Path) -> Iterator[None]:
         yield
 
 
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """ "NAME was X and is now Y" for every field that two records do not have alike; one that lacks it has None."""
+    return [
+        f"{name} was {before.get(name)!r} and is now {after.get(name)!r}"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]
+
+
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Replaces a file in one step, so that a reader never sees half of it."""
     part = path.with_suffix(".part")

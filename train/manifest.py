@@ -14,7 +14,7 @@ import numpy as np
 from jetspec_jax.chat import thinking_mode
 from jetspec_jax.engine import GenerationConfig
 from jetspec_jax.models import Target
-from train.files import write_json
+from train.files import differences, write_json
 
 MANIFEST = "manifest.json"
 DATA = "data.jsonl"
@@ -60,13 +60,7 @@ class Manifest:
 
     def check_same(self, directory: pathlib.Path, settings: dict[str, Any]) -> None:
         """Raises ValueError, naming every field that differs, unless `settings` are the ones of this manifest."""
-        names = sorted(set(self.settings) | set(settings))
-        differing = [
-            f"{name} was {self.settings.get(name)!r} and is now {settings.get(name)!r}"
-            for name in names
-            if self.settings.get(name) != settings.get(name)
-        ]
-        if differing:
+        if differing := differences(self.settings, settings):
             raise ValueError(
                 f"{directory} holds answers made with other settings: {'; '.join(differing)}; "
                 "resume with the same ones, or give another --out"

@@ -7,7 +7,7 @@ import json
 import pathlib
 from typing import Any
 
-from train.files import write_json
+from train.files import differences, write_json
 
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -50,13 +50,7 @@ class RunRecord:
 
     def check_same(self, directory: pathlib.Path, fingerprint: dict[str, Any]) -> None:
         """Raises ValueError, naming every field that differs, unless `fingerprint` is the one of this record."""
-        names = sorted(set(self.fingerprint) | set(fingerprint))
-        differing = [
-            f"{name} was {self.fingerprint.get(name)!r} and is now {fingerprint.get(name)!r}"
-            for name in names
-            if self.fingerprint.get(name) != fingerprint.get(name)
-        ]
-        if differing:
+        if differing := differences(self.fingerprint, fingerprint):
             raise ValueError(
                 f"{directory} holds a run that was started otherwise: {'; '.join(differing)}; resume it with the same "
                 "config and data, or give another --config.out"
