@@ -1,9 +1,14 @@
-"""`python -m infer.plan`: compiles the steps of generation for GPUs that need not be there, and prints their memory."""
+"""`python -m infer.plan`: compiles the steps of generation for GPUs that need not be there.
+
+Prints a JSON object a step: its memory, the work of one round (or of one chunk of prompts), and the least time that the
+chip can do that in. Nothing is run, and no kernel reaches that time.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import re
@@ -19,16 +24,19 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jetspec_jax.cache import KVCache
 from jetspec_jax.checkpoint import parameter_name
 from jetspec_jax.config import HeadConfig, TargetConfig
-from jetspec_jax.decode import Drafter, LoopSpec, NoDrafter, decode, prefill
+from jetspec_jax.decode import Drafter, LoopSpec, NoDrafter, decode, draft_tree, prefill
 from jetspec_jax.head import DraftHead
+from jetspec_jax.moe import ROUNDS
 from jetspec_jax.ops import argmax
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.shapes import TARGETS, head_shape
 from jetspec_jax.sharding import describe, make_mesh, misfits, parameter_spec, spec, use
 from jetspec_jax.target import TargetModel
 from jetspec_jax.tree import TreeShape
+from kernels.hlo import Work, roofline, work
 from kernels.pallas.tree_attention import BACKENDS, Backend
-from kernels.topology import CHIPS, compiling_for, gpu_devices
+from kernels.pallas.tree_attention.xla import chunk_size
+from kernels.topology import CHIPS, Chip, compiling_for, gpu_devices
 
 Where: TypeAlias = jax.Device | Mesh | None
 """What to compile for: a device or a mesh of `gpu_devices`, or (None) this machine."""
@@ -39,7 +47,8 @@ class Plan(NamedTuple):
 
     weights, state: arguments, or for prefill its result. aliased: of the state, updated in place. temporaries: XLA's
     scratch at its peak. copies: "dtype[shape]" of each copy, inside the loop, of at least a cache array's bytes or of a
-    weight's shape.
+    weight's shape. work: of one round, or of one chunk of prompts, behind a cache that is full; None where compiled for
+    this machine. A Pallas kernel counts with its operands and results, and without its products.
     """
 
     weights: int
@@ -47,6 +56,7 @@ class Plan(NamedTuple):
     aliased: int
     temporaries: int
     copies: list[str]
+    work: Work | None
 
     @property
     def total(self) -> int:
@@ -64,9 +74,10 @@ def plan_steps(
     device: Where,
     dtype: jnp.dtype = jnp.bfloat16,
     attention: Backend = "auto",
+    search_steps: int = 0,
     steps: tuple[str, ...] = ("prefill", "decode"),
 ) -> dict[str, Plan]:
-    """Compiles prefill of full rows, and the decode loop, from shapes alone; without end-of-sequence ids.
+    """Compiles prefill of full rows, the decode loop, or drafting alone, from shapes; without end-of-sequence ids.
 
     With ids a round writes its cache after its choices anyway; without, only the order that `ops.after` makes does.
 
@@ -74,8 +85,11 @@ def plan_steps(
         head: None plans plain decoding, with a `tree` of the root alone.
         device: what to compile for.
         attention: the backend of `tree_attention`.
-        steps: which plans are wanted; on a mesh, "decode" needs prefill compiled too.
+        search_steps: how many steps the search of a tree takes, for the work of a head with a parent term; at least its
+            depth. 0 is a third more than its depth.
+        steps: which plans are wanted, of "prefill", "decode" and "draft"; on a mesh, prefill is compiled anyway.
     """
+    trips = {"tree": max(0, (search_steps or tree.depth * 4 // 3) - tree.depth)}
     drafter: Drafter = NoDrafter()
     model = _abstract(TargetModel, target, device, dtype)
     if head is not None:
@@ -89,14 +103,17 @@ def plan_steps(
     if "prefill" in steps or isinstance(device, Mesh):
         compiled = _compile(prefill, args, device, **options)
         state = compiled.out_info
-        plans["prefill"] = _plan(compiled, (model, drafter), state)
+        plans["prefill"] = _plan(compiled, (model, drafter), state, trips)
     else:
         shapes = jax.eval_shape(lambda *x: prefill(*x, **options), *args)
         state = jax.tree.map(lambda x: _on(x, device), shapes)
     if "decode" in steps:
         loop = (model, drafter, state, _on(jax.ShapeDtypeStruct((), jnp.int32), device), knobs)
         compiled = _compile(decode, loop, device, spec=LoopSpec(tree, (), mode))
-        plans["decode"] = _plan(compiled, (model, drafter), state)
+        plans["decode"] = _plan(compiled, (model, drafter), state, trips)
+    if "draft" in steps:
+        drafting = jax.jit(functools.partial(draft_tree, shape=tree))
+        plans["draft"] = _plan(_compile(drafting, (model, drafter, state), device), drafter, state.context, trips)
     return {name: plans[name] for name in steps}
 
 
@@ -124,7 +141,7 @@ def plan_verify(
     lengths = _on(jax.ShapeDtypeStruct((batch,), jnp.int32), device, "batch")
     mask = _on(jax.ShapeDtypeStruct((batch, nodes, -(-nodes // 32)), jnp.uint32), device, "batch", None, None)
     compiled = _compile(jax.jit(verify), (model, tokens, caches, lengths, mask), device)
-    return _plan(compiled, model, caches)
+    return _plan(compiled, model, caches, {})
 
 
 def large_copies(text: str, threshold: int) -> list[str]:
@@ -139,20 +156,28 @@ def large_copies(text: str, threshold: int) -> list[str]:
     return [name for name, size in sized if size >= threshold]
 
 
-def _plan(compiled: Any, weights: Any, state: Any) -> Plan:
+def _plan(compiled: Any, weights: Any, state: Any, trips: dict[str, int]) -> Plan:
     memory = compiled.memory_analysis()
     caches = [_bytes(leaf) for leaf in jax.tree.leaves(state) if leaf.ndim == 4]
     matrices = {_local_shape(leaf) for leaf in jax.tree.leaves(weights) if leaf.ndim > 1}
     copied = large_copies(compiled.as_text(), 0)
     large = large_copies(compiled.as_text(), min(caches))
     large += [name for name in copied if name not in large and _dims(name) in matrices]
+    [capacity] = {leaf.shape[2] for leaf in jax.tree.leaves(state) if leaf.ndim == 4}
+    on_cpu = next(iter(jax.tree.leaves(weights))).sharding is None
     return Plan(
         weights=sum(map(_bytes, jax.tree.leaves(weights))),
         state=sum(map(_bytes, jax.tree.leaves(state))),
         aliased=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         copies=large,
+        work=None if on_cpu else work(compiled.as_text(), trips | _trips(capacity)),
     )
+
+
+def _trips(capacity: int) -> dict[str, int]:
+    """How often loops run whose length depends on data: over all of a cache, and once where the loop is the step."""
+    return {"prefix": -(-capacity // chunk_size(capacity)), "experts": ROUNDS, "decode": 1, "prefill": 1}
 
 
 def _compile(function: Any, args: Any, device: Where, **static: Any) -> Any:
@@ -209,6 +234,19 @@ def _hlo_bytes(dtype: str, dims: str) -> int:
     return math.prod(int(d) for d in dims.split(",") if d) * (int(bits[0]) if bits else 8) // 8
 
 
+def _fields(plan: Plan, chip: Chip) -> dict[str, Any]:
+    """What the command prints of a plan."""
+    done = plan.work or Work()
+    return {
+        **{name: value for name, value in plan._asdict().items() if name != "work"},
+        "total": plan.total,
+        "fits": plan.total <= chip.memory,
+        "traffic": done.bytes,
+        "flops": sum(done.flops.values()),
+        "least_ms": 1e3 * roofline(done, chip).overlapped,
+    }
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m infer.plan", description=__doc__)
     parser.add_argument("--chip", choices=sorted(CHIPS), default="h100")
@@ -218,14 +256,19 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=4096, help="capacity of a row in tokens")
     parser.add_argument("--budget", type=int, default=256, help="0 plans plain decoding")
     parser.add_argument("--tree-width", type=int, default=8)
+    parser.add_argument("--block-size", type=int, default=16, help="slots of the head, the anchor's included")
     parser.add_argument("--parent-rank", type=int, default=0, help="of the head's parent term; 0 is none")
+    parser.add_argument(
+        "--search-steps", type=int, default=0, help="of a tree with a parent term (default: 4/3 of its depth)"
+    )
     parser.add_argument("--attention", choices=BACKENDS, default="auto", help="default: a kernel where one serves")
     parser.add_argument(
         "--step",
-        choices=("prefill", "decode", "verify"),
+        choices=("prefill", "decode", "draft", "verify"),
         nargs="+",
         default=["prefill", "decode"],
-        help="reading prompts; the whole loop; one forward of the target over a tree (default: the first two)",
+        help="reading prompts; the whole loop; a forward of the head and its tree; a forward of the target over a tree "
+        "(default: the first two)",
     )
     return parser
 
@@ -234,7 +277,7 @@ def main() -> None:
     """The command: a JSON object a step, and exit code 1 where one does not fit."""
     args = _make_parser().parse_args()
     target = TARGETS[args.model]
-    head = head_shape(target, parent_rank=args.parent_rank) if args.budget else None
+    head = head_shape(target, block_size=args.block_size, parent_rank=args.parent_rank) if args.budget else None
     tree = TreeShape(args.budget, args.tree_width, head.block_size - 1) if head else TreeShape(0, 1, 0)
     try:
         mesh = make_mesh(args.mesh, gpu_devices(args.chip, 8))
@@ -246,15 +289,14 @@ def main() -> None:
     device: Where = mesh if mesh.size > 1 else mesh.devices.flat[0]
     sizes = {"batch": args.batch_size, "capacity": args.context, "device": device, "attention": args.attention}
     steps = tuple(step for step in args.step if step != "verify")
-    plans = plan_steps(target, head, tree=tree, steps=steps, **sizes) if steps else {}
+    plans = plan_steps(target, head, tree=tree, search_steps=args.search_steps, steps=steps, **sizes) if steps else {}
     if "verify" in args.step:
         taps = head.target_layer_ids if head else ()
         plans["verify"] = plan_verify(target, nodes=tree.nodes, tap_ids=taps, **sizes)
     for step, plan in plans.items():
         print(json.dumps({"step": step, "chip": args.chip, "mesh": describe(mesh.shape), "model": args.model,
                           "batch_size": args.batch_size, "context": args.context, "nodes": tree.nodes,
-                          "attention": args.attention, **plan._asdict(), "total": plan.total,
-                          "fits": plan.total <= CHIPS[args.chip].memory}), flush=True)  # fmt: skip
+                          "attention": args.attention, **_fields(plan, CHIPS[args.chip])}), flush=True)  # fmt: skip
     raise SystemExit(any(plan.total > CHIPS[args.chip].memory for plan in plans.values()))
 
 

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from train.hlo import work
+from kernels.hlo import Roofline, Work, roofline, work
+from kernels.topology import CHIPS
 
 MODULE = """HloModule step, is_scheduled=true
 
@@ -60,9 +61,10 @@ def counted(body, loop=', backend_config={"known_trip_count":{"n":"6"}}', **trip
         ("%w = f32[10,8]{1,0} fusion(%kept, %v, %i), kind=kLoop, calls=%fused_write", 2 * 32 + 4),
         ("%r = bf16[1,8]{1,0} fusion(%kept, %i), kind=kLoop, calls=%fused_read", 32 + 4 + 16),
         ("%c = f32[10,8]{1,0} copy(%kept)", 2 * 320),
+        ("%w = f32[10,8]{1,0} scatter(%kept, %i, %v), to_apply=%add", 2 * 32),
         ("%s = f32[1,8]{1,0} dynamic-slice(%kept, %i, %i), dynamic_slice_sizes={1,8}", 2 * 32),
     ],
-    ids=["update in place", "slice in a fusion", "copy", "slice"],
+    ids=["update in place", "slice in a fusion", "copy", "scatter", "slice"],
 )
 def test_traffic_is_what_each_trip_reads_and_writes(body, each):
     """Six trips; an array that is only sliced, or updated in place, counts as the slice."""
@@ -106,6 +108,15 @@ def test_products_count_in_loops_that_xla_compiled_itself():
 
     compiled = jax.jit(lambda x: jax.lax.scan(outer, x, length=5)[0]).lower(jnp.zeros((2, 32, 32))).compile()
     assert work(compiled.as_text(), {}).flops == {"f32": 5 * 7 * 3 * 2 * 32**3}
+
+
+def test_the_least_time_is_of_the_slowest_of_products_memory_and_links():
+    """Products of float32 at half the speed of bfloat16's."""
+    times = roofline(
+        Work({"bf16": 989e12, "f32": 989e12}, 3.35232e12, {"all-gather": 9}, {"all-gather": 45e9}), CHIPS["h100"]
+    )
+    assert times == pytest.approx(Roofline(compute=3.0, memory=1.0, collectives=0.1))
+    assert times.overlapped == pytest.approx(3.0) and times.in_turn == pytest.approx(4.1)
 
 
 def test_text_that_is_no_module_is_refused():

@@ -11,7 +11,7 @@ import pytest
 from kernels.topology import CHIPS, gpu_devices
 
 SCRIPT = """
-import json
+import dataclasses, json
 from infer.plan import plan_steps
 from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.sharding import make_mesh
@@ -22,10 +22,12 @@ sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_
              head_dim=16)
 target = TargetConfig(**sizes, num_hidden_layers=2)
 head = HeadConfig(**sizes, num_hidden_layers=1, block_size=4, num_target_layers=2, target_layer_ids=(0, 1),
-                  mask_token_id=63, causal_head=True)
+                  mask_token_id=63, causal_head=True, parent_rank=4)
 for device in (gpu_devices("h100")[0], make_mesh("data=2,model=2", gpu_devices("h100", 4))):
-    plans = plan_steps(target, head, batch=2, capacity=4096, tree=TreeShape(8, 4, 3), device=device)
-    print(json.dumps({name: plan._asdict() for name, plan in plans.items()}))
+    plans = plan_steps(target, head, batch=2, capacity=4096, tree=TreeShape(8, 4, 3), device=device,
+                       steps=("prefill", "decode", "draft"))
+    fields = {name: plan._replace(work=dataclasses.asdict(plan.work))._asdict() for name, plan in plans.items()}
+    print(json.dumps(fields))
 """
 
 
@@ -45,6 +47,8 @@ def test_steps_on_h100s_update_their_state_in_place():
     for plans in (one, four):
         assert plans["decode"]["aliased"] == plans["decode"]["state"]
         assert plans["decode"]["copies"] == plans["prefill"]["copies"] == []
+        assert 0 < plans["draft"]["work"]["bytes"] < plans["decode"]["work"]["bytes"]
+        assert 0 < sum(plans["draft"]["work"]["flops"].values()) < sum(plans["decode"]["work"]["flops"].values())
     assert four["decode"]["weights"] < 0.6 * one["decode"]["weights"]
     assert four["decode"]["state"] < 0.3 * one["decode"]["state"]
 

@@ -22,12 +22,12 @@ from jetspec_jax.moe import ROUNDS
 from jetspec_jax.shapes import target_shape
 from jetspec_jax.sharding import batch_ways, describe, make_mesh, misfits, spec, use
 from jetspec_jax.target import TargetModel
+from kernels.hlo import Work, roofline, work
 from kernels.topology import CHIPS, Chip, gpu_devices
 from train.chunked import automatic_chunk
 from train.config import DistillConfig, check_fill
 from train.data import Packed
 from train.flops import step_flops
-from train.hlo import Work, work
 from train.objective import Blocks
 from train.optimizer import make_optimizer
 from train.placing import check_rows
@@ -69,24 +69,6 @@ class StepPlan(NamedTuple):
     def total(self) -> int:
         """What a step needs of a device's memory."""
         return self.arguments + self.temporaries
-
-
-class Roofline(NamedTuple):
-    """Seconds that a step takes at least: in products, in memory, between devices, each at the data sheet's speed."""
-
-    compute: float
-    memory: float
-    collectives: float
-
-    @property
-    def overlapped(self) -> float:
-        """With all three at once: no step is faster."""
-        return max(self)
-
-    @property
-    def in_turn(self) -> float:
-        """With one after the other."""
-        return sum(self)
 
 
 def plan_run(config: DistillConfig, chip: str, devices: int) -> int:
@@ -148,12 +130,6 @@ def plan_step(config: DistillConfig, target: TargetConfig, mesh: Mesh) -> StepPl
         / mesh.size,
         seconds=seconds,
     )
-
-
-def roofline(work: Work, chip: Chip) -> Roofline:
-    """The least times of a device's work; products of float32 are taken at TF32's speed, half that of bfloat16."""
-    flops = sum(count * (2 if dtype == "f32" else 1) for dtype, count in work.flops.items())
-    return Roofline(flops / chip.tensor, work.bytes / chip.bandwidth, sum(work.moved.values()) / chip.link)
 
 
 def report(config: DistillConfig, plan: StepPlan, chip: Chip, mesh: Mesh) -> Iterator[str]:

@@ -66,7 +66,8 @@ def attend(
         state = include_chunk(0, state, size)
     else:
         chunks = (jnp.max(lengths) + size - 1) // size
-        state = jax.lax.fori_loop(0, chunks, lambda i, s: include_chunk(i, s, size), state)
+        with jax.named_scope("prefix"):
+            state = jax.lax.fori_loop(0, chunks, lambda i, s: include_chunk(i, s, size), state)
     out = state.values / jnp.where(state.total == 0, 1.0, state.total)[..., None]
     out = out.reshape(batch, kv_heads, group, nodes, head_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(query.shape).astype(query.dtype)

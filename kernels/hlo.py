@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
+from kernels.topology import Chip
+
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 # What moves no data of its own: names for it, or what its own computations are counted for.
@@ -20,6 +22,7 @@ _FREE = frozenset(
 )
 _FREE |= {"while", "conditional", "call", "async", "after-all", "opt-barrier"}
 _SLICES = frozenset(["slice", "dynamic-slice", "gather"])
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # of operand 0, in place; which operand is written
 _WIDTHS = {"pred": 8, "token": 0, "opaque": 0}  # bits; the others' names end in theirs
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
@@ -37,6 +40,24 @@ class Work:
     bytes: float = 0.0
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     moved: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class Roofline(NamedTuple):
+    """Seconds that a step takes at least: in products, in memory, between devices, each at the data sheet's speed."""
+
+    compute: float
+    memory: float
+    collectives: float
+
+    @property
+    def overlapped(self) -> float:
+        """With all three at once: no step is faster."""
+        return max(self)
+
+    @property
+    def in_turn(self) -> float:
+        """With one after the other."""
+        return sum(self)
 
 
 class _Instruction(NamedTuple):
@@ -70,6 +91,12 @@ def work(text: str, trips: Mapping[str, int]) -> Work:
     total = Work()
     _run(computations, entry, 1, trips, total)
     return total
+
+
+def roofline(work: Work, chip: Chip) -> Roofline:
+    """The least times of a device's work; products of float32 are taken at TF32's speed, half that of bfloat16."""
+    flops = sum(count * (2 if dtype == "f32" else 1) for dtype, count in work.flops.items())
+    return Roofline(flops / chip.tensor, work.bytes / chip.bandwidth, sum(work.moved.values()) / chip.link)
 
 
 def _parse(text: str) -> tuple[dict[str, _Computation], str]:
@@ -203,8 +230,8 @@ def _traffic(computations: dict[str, _Computation], computation: _Computation, i
     sizes = [_size(computation[name].result) for name in instruction.operands]
     if opcode == "fusion":
         return _fused_traffic(computations[_called(instruction)[0]], sizes)
-    if opcode == "dynamic-update-slice":
-        return 2 * sizes[1]
+    if opcode in _UPDATES:
+        return 2 * sizes[_UPDATES[opcode]]
     if opcode in _SLICES:
         return 2 * _size(instruction.result)
     if opcode in COLLECTIVES:
@@ -228,15 +255,15 @@ def _fused_traffic(fused: _Computation, sizes: list[int]) -> float:
                 parts += taken(user.name)
             elif user.opcode in _SLICES and first:
                 parts += _size(user.result)
-            elif user.opcode != "dynamic-update-slice" or not first:
+            elif user.opcode not in _UPDATES or not first:
                 return math.inf
         return parts
 
     def written(instruction: _Instruction) -> float:
         if instruction.opcode in ("bitcast", "tuple"):
             return sum(written(fused[name]) for name in instruction.operands)
-        if instruction.opcode == "dynamic-update-slice":
-            return _size(fused[instruction.operands[1]].result)
+        if instruction.opcode in _UPDATES:
+            return _size(fused[instruction.operands[_UPDATES[instruction.opcode]]].result)
         return _size(instruction.result)
 
     parameters = [x for x in fused.values() if x.opcode == "parameter"]
