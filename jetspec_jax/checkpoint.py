@@ -167,8 +167,10 @@ def save_draft_head(directory: str | pathlib.Path, head: DraftHead) -> None:
 
 def _save(directory: pathlib.Path, module: nnx.Module, config: dict[str, Any]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    save_file(hf_tensors(module), directory / "model.safetensors", metadata={"format": "pt"})
+    described, weights = directory / "config.json", directory / WEIGHTS
+    described.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    save_file(hf_tensors(module), weights, metadata={"format": "pt"})
+    weights.chmod(described.stat().st_mode)  # newer versions of safetensors leave it to its owner alone
 
 
 def _parse(kind: type[Any], directory: pathlib.Path) -> Any:

@@ -584,6 +584,13 @@ def test_files_are_marked_as_transformers_expects(saved):
             assert file.metadata() == {"format": "pt"}
 
 
+def test_who_may_read_the_config_may_read_the_weights(saved):
+    """Whatever mode the library that writes tensors gives its files."""
+    for name in ("target", "head"):
+        config, weights = ((saved / name / file).stat().st_mode for file in ("config.json", "model.safetensors"))
+        assert config == weights
+
+
 def test_two_names_of_causality_that_disagree_are_refused(head):
     """vLLM's `causal` beside `causal_head`; without it a head reads as before."""
     edit_layout(head, causal=None)
