@@ -3,7 +3,7 @@
 Prints a JSON object for each head and budget. `tau` is tokens committed per target forward, after prefill, over all
 prompts; `low` and `high` bound its 95% interval, by resampling prompts. With --faithfulness also the gap
 sum log q - sum log p of drafted branches, along greedy texts: q is what the head's tree says of a branch, p what the
-target does.
+target does. With --repeats also the time that all prompts take, against plain decoding's.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ def acceptance(
     target: Target, head: DraftHead, prompts: Sequence[Any], budget: int | None, config: GenerationConfig
 ) -> dict[str, Any]:
     """tau of one head at one budget (None: its chain), its 95% interval, and what it is made of."""
-    method = "chain" if budget is None else "jetspec"
-    size = budget or head.depth
-    results = jetspec_jax.generate(target, head, prompts, config, method=method, budget=size)
+    results = answers(target, head, prompts, budget, config)
     low, high = interval(results)
     rounds = [result.rounds for result in results]
     tokens = [sum(result.accepted_lengths) for result in results]
     return {
-        "budget": "chain" if budget is None else budget,
+        "budget": _shown(budget),
         "temperature": config.temperature,
         "tau": sum(tokens) / max(sum(rounds), 1),
         "low": low,
@@ -48,6 +46,42 @@ def acceptance(
         "tokens": sum(tokens),
         "rounds": sum(rounds),
     }
+
+
+def answers(
+    target: Target, head: DraftHead | None, prompts: Sequence[Any], budget: int | None, config: GenerationConfig
+) -> list[GenerationResult]:
+    """What comes of the prompts with a head at a budget (None: its chain), or by plain decoding without a head."""
+    if head is None:
+        return jetspec_jax.generate(target, None, prompts, config, method="ar")
+    method, size = ("chain", head.depth) if budget is None else ("jetspec", budget)
+    return jetspec_jax.generate(target, head, prompts, config, method=method, budget=size)
+
+
+def speeds(
+    target: Target,
+    variants: Sequence[tuple[DraftHead, int | None]],
+    prompts: Sequence[Any],
+    config: GenerationConfig,
+    repeats: int,
+) -> list[dict[str, float]]:
+    """For each head and budget the median seconds of all prompts, and the median of plain decoding's time over it.
+
+    Plain decoding and all variants take turns, so that they meet the same machine. Compilation is excluded.
+    """
+    turns = [(None, None), *variants] * repeats
+    times = [_seconds(answers(target, head, prompts, budget, config), config) for head, budget in turns]
+    seconds = np.reshape(times, (repeats, -1))
+    ratios = seconds[:, :1] / seconds
+    return [
+        {"seconds": float(time), "speedup": float(ratio)}
+        for time, ratio in zip(np.median(seconds, axis=0)[1:], np.median(ratios, axis=0)[1:], strict=True)
+    ]
+
+
+def _seconds(results: Sequence[GenerationResult], config: GenerationConfig) -> float:
+    """Of all batches; each result has its batch's time."""
+    return sum(result.seconds for result in results[:: config.batch_size])
 
 
 def interval(results: Sequence[GenerationResult], seed: int = 0) -> tuple[float, float]:
@@ -82,6 +116,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ValueError: a flag, a prompt or a checkpoint cannot be used.
     """
     budgets = [parse_budget(text) for text in args.budgets]
+    if args.repeats < 0:
+        raise ValueError(f"--repeats is how often to time, or 0 for not at all; got {args.repeats}")
     config = GenerationConfig(
         tree_width=args.tree_width, temperature=args.temperature, seed=args.seed, batch_size=args.batch_size,
         max_new_tokens=args.max_new_tokens,
@@ -90,12 +126,20 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     target = jetspec_jax.load_target(args.model, dtype=args.dtype)
     heads = [(name, jetspec_jax.load_draft_head(name, target)) for name in args.draft_head]
     prompts = to_prompts(args, target, requests, config.max_new_tokens)
-    for name, head in heads:
-        for budget in budgets:
-            row = {"draft_head": name, **acceptance(target, head, prompts, budget, config)}
-            if args.faithfulness:
-                row |= faithfulness(target, head, prompts, budget, config)
-            yield row
+    variants = [(name, head, budget) for name, head in heads for budget in budgets]
+    for name, head, budget in variants:
+        row = {"draft_head": name, **acceptance(target, head, prompts, budget, config)}
+        if args.faithfulness:
+            row |= faithfulness(target, head, prompts, budget, config)
+        yield row
+    if args.repeats:
+        timed = speeds(target, [variant[1:] for variant in variants], prompts, config, args.repeats)
+        for (name, _, budget), speed in zip(variants, timed, strict=True):
+            yield {"draft_head": name, "budget": _shown(budget), **speed}
+
+
+def _shown(budget: int | None) -> int | str:
+    return "chain" if budget is None else budget
 
 
 def parse_budget(text: str) -> int | None:
@@ -137,6 +181,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--faithfulness",
         action="store_true",
         help="also compare drafted branches with the target, along its greedy texts",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=0,
+        help="also time all heads and budgets and plain decoding, in turns, so often (default: 0, do not)",
     )
     add_flags(parser)
     return parser

@@ -115,12 +115,17 @@ def test_the_command_reports_a_head_at_a_budget_and_refuses_bad_budgets_before_i
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join((EMBEDDED_TARGET.parent / "held_out.jsonl").read_text().splitlines()[:2]))
     flags = ["--prompts", str(prompts), "--batch-size", "2", "--max-new-tokens", "40"]
-    assert main([*flags, "--budgets", "chain", "--faithfulness", "--draft-head", str(EMBEDDED_HEAD)]) == 0
-    [row] = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (
+        main([*flags, "--budgets", "chain", "--faithfulness", "--repeats", "1", "--draft-head", str(EMBEDDED_HEAD)])
+        == 0
+    )
+    [row, speed] = map(json.loads, capsys.readouterr().out.splitlines())
     assert (row["draft_head"], row["budget"]) == (str(EMBEDDED_HEAD), "chain")
     assert row["tau"] == row["tokens"] / row["rounds"]
     assert row["low"] <= row["tau"] <= row["high"]
     assert row["branches"] == row["rounds"]  # the rounds of a chain have a branch each
     assert 0 < row["gap_below_5"] <= 1
+    assert (speed["draft_head"], speed["budget"]) == (row["draft_head"], row["budget"])
+    assert speed["seconds"] > 0 and speed["speedup"] > 0
     assert main(["--budgets", "none", "--model", "/nowhere"]) == 2
     assert "--budgets takes numbers of nodes" in capsys.readouterr().err

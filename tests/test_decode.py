@@ -1,42 +1,42 @@
-"""The decode loop gives the target's own text, whatever is drafted, and keeps exact caches (pitfalls: the decode loop).
-
-Programs are keyed by batch, capacity and LoopSpec and take seconds to compile, so tests share a few of them and
-vary what is data: prompts, caps, drafts, seeds. Prefill depends on no tree and serves every tree of its batch.
-"""
+"""The decode loop gives the target's own text, whatever is drafted, and keeps exact caches."""
 
 import contextlib
-import dataclasses
-import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from decode_case import (
+    CAPACITY,
+    EOS,
+    MAIN,
+    PLAIN,
+    PROMPTS,
+    VOCAB,
+    Batch,
+    anchors_of,
+    by_token,
+    committed,
+    first_eos,
+    forward,
+    new_tokens,
+    poison,
+    row_of,
+    same,
+    target,
+    texts,
+)
+from drafts import ANTI, MIX, MODES, OFFSPINE, ORACLE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # wherever pytest starts, and installed or not
-
-from drafts import ANTI, MIX, MODES, OFFSPINE, ORACLE, injected, tiny_target
-
-from jetspec_jax.cache import KVCache
-from jetspec_jax.config import HeadConfig
-from jetspec_jax.decode import LoopSpec, NoDrafter, decode, prefill
-from jetspec_jax.head import DraftHead
-from jetspec_jax.rope import rope_at
+from jetspec_jax.decode import NoDrafter
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.tree import TreeShape, ancestors, build_tree
-from kernels.pallas.tree_attention import causal_mask, pack_mask
+from kernels.pallas.tree_attention import pack_mask
 
-VOCAB, CAPACITY, CHUNK = 64, 96, 16
-PROMPTS = (1, 2, 3, 5, 8, 11, 13, 15, 16, 17, 19, 22, 25, 28, 31, 32, 33, 36, 38, 40)
-EOS = (16, 26)  # of the 20 texts, some end at once, some early, some late, some never
-GREEDY = Sampling()
-PLAIN = LoopSpec(TreeShape(0, 1, 0), EOS, GREEDY.mode)
-MAIN = TreeShape(16, 8, 7)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
+
 # Every budget, width and batch; each entry is one program.
 TREES = [
     (TreeShape(1, 1, 1), 1),
@@ -46,149 +46,6 @@ TREES = [
     (TreeShape(63, 2, 15), 4),
     (TreeShape(256, 8, 15), 2),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly():
-    """These tests spend their time compiling; programs optimised less mean the same and compile twice as fast."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@functools.cache
-def target():
-    return tiny_target(0)
-
-
-@jax.jit
-def forward(target, tokens):
-    """Logits, layer rows and taps of every position of `tokens`, with an empty cache."""
-    batch, length = tokens.shape
-    cache = KVCache.zeros(target.config, batch, 1, jnp.float32)
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], tokens.shape)
-    taps = tuple(range(target.config.num_hidden_layers))
-    out = target(tokens, positions, cache, jnp.zeros((batch,), jnp.int32), causal_mask(length), taps)
-    return target.logits(out.hidden), out.rows, out.taps
-
-
-@functools.cache
-def texts():
-    """int32 `[20, CAPACITY]`: prompts of `PROMPTS` tokens and what a cache-free loop makes of them, eos ignored."""
-
-    @jax.jit
-    def loop(target, tokens, lengths):
-        def step(i, tokens):
-            chosen = jnp.argmax(forward(target, tokens)[0][:, i - 1], axis=-1).astype(jnp.int32)
-            return tokens.at[:, i].set(jnp.where(i < lengths, tokens[:, i], chosen))
-
-        return jax.lax.fori_loop(1, CAPACITY, step, tokens)
-
-    noise = np.random.default_rng(0).integers(0, VOCAB, (len(PROMPTS), CAPACITY))
-    return np.array(loop(target(), jnp.asarray(noise, jnp.int32), jnp.asarray(PROMPTS, jnp.int32)))
-
-
-def first_eos(row):
-    """How many new tokens text `row` has up to and with its first eos; None when it has none."""
-    (places,) = np.nonzero(np.isin(texts()[row, PROMPTS[row] :], EOS))
-    return int(places[0]) + 1 if places.size else None
-
-
-def expected(row, cap):
-    """The new tokens of text `row` under `cap`: up to the first eos, or the cap."""
-    end = min(x for x in (first_eos(row), cap, CAPACITY - PROMPTS[row]) if x is not None)
-    return texts()[row, PROMPTS[row] : PROMPTS[row] + end].tolist()
-
-
-@dataclasses.dataclass
-class Batch:
-    """Rows of `texts` (None is padding), each under a cap, and their drafts."""
-
-    rows: list
-    caps: list
-    drafter: object
-    tokens: np.ndarray
-    lengths: np.ndarray
-
-    @classmethod
-    def of(cls, rows, caps, modes=MIX, seeds=0, decoys=-1, drafter=None):
-        """A batch whose tokens past the prompts are noise."""
-        picked = texts()[[0 if r is None else r for r in rows]]
-        lengths = np.array([0 if r is None else PROMPTS[r] for r in rows], np.int32)
-        noise = np.random.default_rng(1).integers(0, VOCAB, picked.shape).astype(np.int32)
-        tokens = np.where(np.arange(CAPACITY) < lengths[:, None], picked, noise)
-        drafter = drafter or injected(target(), picked, modes, seeds=seeds, decoys=decoys)
-        return cls(list(rows), list(np.broadcast_to(caps, (len(rows),))), drafter, tokens, lengths)
-
-    @property
-    def limits(self):
-        return np.minimum(self.lengths + np.array(self.caps), CAPACITY).astype(np.int32)
-
-    def prefill(self, chunk=CHUNK, seeds=0, sampling=GREEDY):
-        seeds = np.broadcast_to(np.asarray(seeds, np.uint32), self.lengths.shape)
-        static = {"eos_ids": EOS, "mode": sampling.mode, "chunk": chunk}
-        args = (self.tokens, self.lengths, self.limits, seeds)
-        return prefill(target(), self.drafter, *map(jnp.asarray, args), sampling.knobs, **static)
-
-    def advance(self, state, rounds=1000, tree=MAIN, sampling=GREEDY):
-        spec = LoopSpec(tree, EOS, sampling.mode)
-        return decode(target(), self.drafter, state, jnp.int32(rounds), sampling.knobs, spec=spec)
-
-    def run(self, tree=MAIN):
-        return self.advance(self.prefill(), tree=tree)
-
-    def check(self, state):
-        """Every row is finished, with its prompt and exactly the expected tokens."""
-        assert np.all(state.finished)
-        for got, row, cap in zip(new_tokens(self, state), self.rows, self.caps, strict=True):
-            assert got == ([] if row is None else expected(row, cap))
-        prompts = np.arange(CAPACITY) < self.lengths[:, None]
-        assert np.array_equal(np.array(state.tokens)[prompts], self.tokens[prompts])
-
-
-def new_tokens(batch, state):
-    """Each row's committed tokens after its prompt."""
-    tokens, ends = np.array(state.tokens), np.array(state.lengths) + 1
-    return [[] if row is None else tokens[b, batch.lengths[b] : ends[b]].tolist() for b, row in enumerate(batch.rows)]
-
-
-def anchors_of(state):
-    """The last committed token of each row."""
-    return jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)[:, 0]
-
-
-def committed(state, row):
-    """How many tokens each round gave `row`, from round 1 on."""
-    return np.bincount(np.array(state.token_rounds)[row], minlength=int(state.rounds[row]) + 1)[1:].tolist()
-
-
-def by_token(x):
-    """Caches `[B, K, L, D]` as `[B, L, K, D]` and back; features `[B, L, T * E]` as they are."""
-    return x.swapaxes(1, 2) if x.ndim == 4 else x
-
-
-@jax.jit
-def poison(state):
-    """NaN in every row of every cache and context at or past the length, eos in every token past the anchor."""
-
-    def spare(x):
-        tokens = by_token(x)
-        past = jnp.arange(tokens.shape[1])[None] >= state.lengths[:, None]
-        return by_token(jnp.where(past.reshape(*past.shape, *(1,) * (x.ndim - 2)), jnp.nan, tokens))
-
-    tokens = jnp.where(jnp.arange(CAPACITY)[None] > state.lengths[:, None], EOS[0], state.tokens)
-    cache, context = jax.tree.map(spare, (state.cache, state.context))
-    return dataclasses.replace(state, tokens=tokens, cache=cache, context=context)
-
-
-def row_of(state, row):
-    """A copy of everything the state holds of one row."""
-    state = dataclasses.replace(state, keys=jax.random.key_data(state.keys))
-    return [np.array(x)[row] for x in jax.tree.leaves(state)]
-
-
-def same(one, other):
-    return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(one, other, strict=True))
 
 
 @contextlib.contextmanager
@@ -523,102 +380,7 @@ def test_prefill_chunks_do_not_change_the_text_or_the_caches():
             batch.check(batch.advance(poison(state)))
 
 
-# The real head.
-
-
-@functools.cache
-def head(causal=True):
-    config = HeadConfig.from_hf(
-        {
-            **target().config.to_hf(),
-            "architectures": ["DFlashDraftModel"],
-            "num_hidden_layers": 2,
-            "block_size": MAIN.depth + 1,
-            "num_target_layers": 2,
-            "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 63, "causal_head": causal},
-        }
-    )
-    return DraftHead(config, rngs=nnx.Rngs(7))
-
-
-@jax.jit
-def fresh_head(head, target, tokens, lengths):
-    """The head over the whole prefix, with no cache: context rows, and log-probabilities of every drafted slot."""
-    batch, capacity = tokens.shape
-    taps = forward(target, tokens)[2]
-    positions = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32)[None], tokens.shape)
-    rows = head.context_rows(taps, rope_at(positions, head.config))
-    slots = head.depth + 1
-    block = jnp.tri(slots, dtype=bool) if head.config.causal_head else jnp.ones((slots, slots), bool)
-    before = jnp.broadcast_to((jnp.arange(capacity)[None] < lengths[:, None])[:, None], (batch, slots, capacity))
-    visible = jnp.concatenate([before, jnp.broadcast_to(block[None], (batch, slots, slots))], axis=2)
-
-    def dense(context):
-        def attend(query, key, value):
-            groups = query.shape[2] // key.shape[2]
-            keys = jnp.repeat(jnp.concatenate([context.key, key], 1), groups, axis=2)
-            values = jnp.repeat(jnp.concatenate([context.value, value], 1), groups, axis=2)
-            scores = jnp.einsum("bnhd,bmhd->bhnm", query, keys) * query.shape[-1] ** -0.5
-            weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30), axis=-1)
-            return jnp.einsum("bhnm,bmhd->bnhd", weights, values)
-
-        return attend
-
-    anchors = jnp.take_along_axis(tokens, lengths[:, None], axis=1)[:, 0]
-    angles = rope_at(lengths[:, None] + jnp.arange(slots, dtype=jnp.int32)[None], head.config)
-    hidden = head.run(target.embed(head.block_tokens(anchors)), angles, [dense(x) for x in rows])
-    return rows, jax.nn.log_softmax(target.logits(hidden[:, 1:]))
-
-
-def test_the_heads_context_and_drafts_equal_those_of_a_fresh_pass_over_the_prefix():
-    """At every round, the first included, context rows and drafted log-probabilities are those of the head reading
-    all committed tokens anew; the text is the target's own."""
-    batch = Batch.of([1, 6, 10, 14, 19], [9, 12, 14, 10, 14], drafter=head())
-    state = batch.prefill()
-
-    @jax.jit
-    def drafted(head, target, state):
-        anchors = anchors_of(state)
-        scorer = head.scorer(target, state.context, anchors, state.lengths, MAIN.width)
-        children = [scorer(d, anchors[:, None]) for d in range(1, MAIN.depth + 1)]
-        return tuple(jnp.concatenate(x, axis=1) for x in zip(*children, strict=True))
-
-    while True:
-        rows, want = jax.device_get(fresh_head(head(), target(), state.tokens, state.lengths))
-        below = np.arange(CAPACITY) < np.array(state.lengths)[:, None]
-        for have, new in zip(jax.tree.leaves(state.context), jax.tree.leaves(rows), strict=True):
-            np.testing.assert_allclose(np.array(by_token(have))[below], new[below], atol=1e-4)
-        state = poison(state)
-        tokens, logprobs = jax.device_get(drafted(head(), target(), state))
-        np.testing.assert_allclose(logprobs, np.take_along_axis(want, tokens, axis=2), atol=1e-3)
-        np.testing.assert_allclose(logprobs, -np.sort(-want, axis=2)[..., : MAIN.width], atol=1e-3)
-        if np.all(state.finished):
-            break
-        state = batch.advance(state, rounds=1)
-    batch.check(state)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_slot_reaches_earlier_slots_only_in_a_bidirectional_head(causal):
-    """Perturbing slot j's input changes no earlier slot of a causal head, in not one bit, and j itself and every
-    slot of a bidirectional one; with an empty context too."""
-    run = jax.jit(lambda head, x, context, lengths: head(x, context, lengths))
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(2, 8, 32)).astype(np.float32)
-    lengths = jnp.asarray([0, 9], jnp.int32)
-    context = head(causal).new_context(2, 16, jnp.float32)
-    taps = jnp.asarray(rng.normal(size=(2, 9, 64)), jnp.float32)
-    context = head(causal).extend_context(context, taps, jnp.zeros((2,), jnp.int32), lengths)
-    base = np.array(run(head(causal), x, context, lengths))
-    for slot in range(8):
-        moved = x.copy()
-        moved[:, slot] += rng.normal(size=32)
-        changed = np.any(np.array(run(head(causal), moved, context, lengths)) != base, axis=2)
-        assert changed[:, slot:].all()
-        assert np.all(changed[:, :slot] != causal)
-
-
-# Compilation and memory.
+# Compilation.
 
 
 def test_nothing_is_compiled_once_warm():
@@ -640,21 +402,3 @@ def test_nothing_is_compiled_once_warm():
     with compilations() as found:  # the count does count
         jax.jit(lambda x: x * 3)(jnp.ones((3,))).block_until_ready()
     assert len(found) >= 1
-
-
-def test_decoding_updates_its_caches_in_place():
-    """The program's outputs alias the caches, and its temporaries are far below their size and do not grow with it."""
-    temporaries = []
-    for capacity in (4096, 16384):
-        ints = jax.ShapeDtypeStruct((2,), jnp.int32)
-        tokens, seeds = jax.ShapeDtypeStruct((2, capacity), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.uint32)
-        start = functools.partial(prefill, eos_ids=EOS, mode=GREEDY.mode, chunk=CHUNK)
-        state = jax.eval_shape(start, target(), head(), tokens, ints, ints, seeds, GREEDY.knobs)
-        caches = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.cache, state.context)))
-        rounds, spec = jax.ShapeDtypeStruct((), jnp.int32), LoopSpec(MAIN, EOS, GREEDY.mode)
-        lowered = decode.lower(target(), head(), state, rounds, GREEDY.knobs, spec=spec)
-        memory = lowered.compile().memory_analysis()
-        assert memory.alias_size_in_bytes >= caches
-        temporaries.append(memory.temp_size_in_bytes)
-        assert memory.temp_size_in_bytes < caches / 4
-    assert temporaries[1] <= temporaries[0] * 1.05

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 from tiny import head_config, random_module, target_config
 
@@ -20,12 +19,7 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"
 EXPECTED = 'expected {"prompt": TEXT} or {"messages": '
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly():
-    """These tests spend their time compiling; programs optimised less mean the same and compile twice as fast."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @pytest.fixture(scope="module")

@@ -2,18 +2,13 @@
 
 import functools
 import itertools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # wherever pytest starts, and installed or not
-
 from drafts import ANTI, MIX, OFFSPINE, ORACLE, TableDraft, injected, tiny_target
+from scipy import stats
 
 from jetspec_jax.cache import KVCache
 from jetspec_jax.decode import LoopSpec, NoDrafter, decode, prefill
@@ -21,13 +16,7 @@ from jetspec_jax.sampling import Noise, Sampling, choose
 from jetspec_jax.tree import TreeShape
 from kernels.pallas.tree_attention import causal_mask
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly():
-    """These tests spend their time compiling; programs optimised less mean the same and compile twice as fast."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 # One set of seeds per test, fixed, so that a test either always passes or never does.
