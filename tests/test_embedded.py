@@ -63,4 +63,4 @@ def test_the_kernel_gives_the_tokens_that_xla_gives():
 def test_the_head_is_stamped_with_how_it_was_trained():
     """Block size, causality, the parent term and mixed fill are in the exported config."""
     config = jetspec_jax.load_draft_head(EMBEDDED_HEAD).config
-    assert (config.block_size, config.causal_head, config.parent_rank, config.mixed_fill) == (16, True, 64, 0.0)
+    assert (config.block_size, config.causal_head, config.parent_rank, config.mixed_fill) == (32, True, 64, 0.0)

@@ -19,6 +19,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             schedule(config, config.matrix_learning_rate, steps),
             adam_learning_rate=schedule(config, config.learning_rate, steps),
             weight_decay=config.weight_decay,
+            adam_weight_decay=config.weight_decay,
             muon_weight_dimension_numbers=_matrices,
             adam_b2=0.95,
         )
@@ -36,6 +37,7 @@ def _matrices(params: Any) -> Any:
 
     def label(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         inside = ".layers" in jax.tree_util.keystr(path)
-        return optax.contrib.MuonDimensionNumbers(0, 1) if inside and leaf.ndim == 2 else None
+        # Weights are [out, in], and Muon's numbers are the axis that is summed over and the one that comes out.
+        return optax.contrib.MuonDimensionNumbers(1, 0) if inside and leaf.ndim == 2 else None
 
     return jax.tree_util.tree_map_with_path(label, params)
