@@ -36,6 +36,11 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values.reshape(*x.shape[:-1], k), indices.reshape(*x.shape[:-1], k)
 
 
+def take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """`x` `[B, n]` at `index` `[B, m]`, which must be in bounds."""
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
+
+
 def after(count: jax.Array, x: jax.Array) -> jax.Array:
     """`count` (int32 `[B]`, none negative), which XLA cannot have before `x` `[B, ...]`.
 

@@ -16,11 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jetspec_jax.ops import project, top_k
+from jetspec_jax.ops import project, take, top_k
 from jetspec_jax.sharding import constrain
-from jetspec_jax.tree import Children, ChildScorer, Tree, TreeShape, build_tree
-
-_FLOOR = -1e30  # a probability of exactly 0 would tie every descendant at -inf, which marks an empty place here
+from jetspec_jax.tree import Children, ChildScorer, Tree, TreeShape, build_tree, path_scores
 
 
 class Table(nnx.Module):
@@ -165,27 +163,26 @@ def _step(search: _Search, scorer: PathScorer, shape: TreeShape, index: jax.Arra
     batch, nodes = search.keys.shape
     waiting = jnp.where(search.keys >= 0, search.scores, -jnp.inf)
     above, places = top_k(waiting, _parents_per_step(shape))
-    keys = jnp.where(above > -jnp.inf, _take(search.keys, places), -2)
+    keys = jnp.where(above > -jnp.inf, take(search.keys, places), -2)
     search = _with_rows(search, keys, scorer, shape, index)
     kept = jnp.arange(search.row_keys.shape[1], dtype=jnp.int32)[None, None]
     row = jnp.max(jnp.where(keys[:, :, None] == search.row_keys[:, None], kept, -1), axis=2)
     here = (jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.maximum(row, 0))
     logprobs = search.child_logprobs.at[here].get(mode="promise_in_bounds")
-    # A score of NaN would never be asked for, and wait for ever.
-    found = jnp.fmax(above[:, :, None] + logprobs, _FLOOR)
+    found = path_scores(above, logprobs)  # finite: -inf marks an empty place, and NaN would wait for ever
     found = jnp.where((row >= 0)[:, :, None], found, -jnp.inf).reshape(batch, -1)
     child_keys = search.child_keys.at[here].get(mode="promise_in_bounds").reshape(batch, -1)
     names = 1 + index * found.shape[1] + jnp.arange(found.shape[1], dtype=jnp.int32)[None]
-    parents = jnp.repeat(_take(search.names, places), shape.width, axis=1)
+    parents = jnp.repeat(take(search.names, places), shape.width, axis=1)
     place = jnp.arange(nodes, dtype=jnp.int32)[None, :, None]
     done = jnp.any((place == places[:, None]) & (row >= 0)[:, None], axis=2)
     both = lambda old, new: jnp.concatenate([old, jnp.broadcast_to(new, found.shape)], axis=1)  # noqa: E731
     scores, chosen = top_k(both(search.scores, found), nodes)
     return search._replace(
         scores=scores,
-        keys=_take(both(jnp.where(done, ~search.keys, search.keys), child_keys), chosen),
-        names=_take(both(search.names, names), chosen),
-        parents=_take(both(search.parents, parents), chosen),
+        keys=take(both(jnp.where(done, ~search.keys, search.keys), child_keys), chosen),
+        names=take(both(search.names, names), chosen),
+        parents=take(both(search.parents, parents), chosen),
     )
 
 
@@ -197,7 +194,7 @@ def _with_rows(search: _Search, keys: jax.Array, scorer: PathScorer, shape: Tree
     repeated = jnp.any((keys[:, :, None] == keys[:, None]) & before, axis=2)
     wanted, chosen = top_k(((keys >= 0) & ~known & ~repeated).astype(jnp.float32), rows)
     asked = wanted > 0
-    keys = jnp.where(asked, _take(keys, chosen), 0)
+    keys = jnp.where(asked, take(keys, chosen), 0)
     depths, tokens = keys // vocab, keys % vocab
     children = scorer.rows(depths, tokens)
     below = depths[:, :, None] + 1
@@ -216,12 +213,12 @@ def _in_level_order(search: _Search, vocab: int) -> Tree:
     """The finished search as a tree: depths ascend, the better node of a depth comes first."""
     keys = ~search.keys
     _, order = top_k(-(keys // vocab), keys.shape[1])
-    keys, names, parents = _take(keys, order), _take(search.names, order), _take(search.parents, order)
+    keys, names, parents = take(keys, order), take(search.names, order), take(search.parents, order)
     return Tree(
         tokens=keys % vocab,
         parents=_places(names, parents),
         depths=keys // vocab,
-        scores=_take(search.scores, order),
+        scores=take(search.scores, order),
     )
 
 
@@ -229,8 +226,3 @@ def _places(among: jax.Array, wanted: jax.Array) -> jax.Array:
     """`[B, N]`, where in `among` `[B, N]` each of `wanted` `[B, N]` is; it is there once."""
     place = jnp.arange(among.shape[1], dtype=jnp.int32)[None, None]
     return jnp.sum(jnp.where(among[:, None] == wanted[:, :, None], place, 0), axis=2, dtype=jnp.int32)
-
-
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """`x` `[B, n]` at `index` `[B, m]`, which is in bounds by construction."""
-    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.ops import top_k
+from jetspec_jax.ops import take, top_k
 from kernels.pallas.tree_attention import masks
 
 
@@ -111,16 +111,24 @@ def build_tree(anchors: jax.Array, scorer: ChildScorer, shape: TreeShape) -> Tre
     parents, depths, starts = [zero], [zero], [0]
     for depth, size in enumerate(shape.levels, start=1):
         children = scorer(depth, tokens[-1])
-        # A probability of exactly 0 would tie every descendant at -inf; a finite floor keeps the sums finite.
-        candidates = jnp.maximum(scores[-1][:, :, None] + children.logprobs, -1e30)
+        candidates = path_scores(scores[-1], children.logprobs)
         best, index = top_k(candidates.reshape(batch, -1), size)
         width = children.tokens.shape[-1]
         parents.append(starts[-1] + index // width)
         starts.append(starts[-1] + tokens[-1].shape[1])
-        tokens.append(_take(children.tokens.reshape(batch, -1), index))
+        tokens.append(take(children.tokens.reshape(batch, -1), index))
         scores.append(best)
         depths.append(jnp.full_like(index, depth))
     return _select(*(jnp.concatenate(x, axis=1) for x in (tokens, parents, depths, scores)), nodes=shape.nodes)
+
+
+def path_scores(parents: jax.Array, logprobs: jax.Array) -> jax.Array:
+    """Float32 `[B, F, W]`, never below -1e30, of children with `logprobs` `[B, F, W]`; `parents` `[B, F]`.
+
+    A probability of exactly 0 would tie every descendant at -inf. One that is no number, as of a head that overflows,
+    counts as 0: it would win over the root.
+    """
+    return jnp.fmax(parents[:, :, None] + logprobs, -1e30)
 
 
 def _select(tokens: jax.Array, parents: jax.Array, depths: jax.Array, scores: jax.Array, *, nodes: int) -> Tree:
@@ -131,23 +139,13 @@ def _select(tokens: jax.Array, parents: jax.Array, depths: jax.Array, scores: ja
     places = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], kept.shape)
     renumbered = jnp.zeros(scores.shape, jnp.int32).at[rows, kept].set(places)
     return Tree(
-        tokens=_take(tokens, kept),
-        parents=_take(renumbered, _take(parents, kept)),
-        depths=_take(depths, kept),
-        scores=_take(scores, kept),
+        tokens=take(tokens, kept),
+        parents=take(renumbered, take(parents, kept)),
+        depths=take(depths, kept),
+        scores=take(scores, kept),
     )
-
-
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """`x` `[B, n]` at `index` `[B, m]`, which is in bounds by construction."""
-    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
 
 def ancestors(tree: Tree, depth: int) -> jax.Array:
     """Boolean `[B, N, N]`: whether node j is node i or an ancestor of it, in trees of at most `depth` levels."""
     return masks.ancestors(tree.parents, depth)
-
-
-def ancestor_mask(tree: Tree, depth: int) -> jax.Array:
-    """`ancestors` as packed bits `uint32[B, N, ceil(N / 32)]`, the verify forward's mask."""
-    return masks.parents_mask(tree.parents, depth)

@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from drafts import MIX, injected, tiny_target
+from flax import nnx
 
 from jetspec_jax.cache import KVCache
+from jetspec_jax.config import HeadConfig
 from jetspec_jax.decode import LoopSpec, decode, prefill
+from jetspec_jax.head import DraftHead
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.tree import TreeShape
 from kernels.pallas.tree_attention import causal_mask
@@ -29,6 +32,21 @@ MAIN = TreeShape(16, 8, 7)
 @functools.cache
 def target():
     return tiny_target(0)
+
+
+@functools.cache
+def head(causal=True):
+    config = HeadConfig.from_hf(
+        {
+            **target().config.to_hf(),
+            "architectures": ["DFlashDraftModel"],
+            "num_hidden_layers": 2,
+            "block_size": MAIN.depth + 1,
+            "num_target_layers": 2,
+            "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 63, "causal_head": causal},
+        }
+    )
+    return DraftHead(config, rngs=nnx.Rngs(7))
 
 
 @jax.jit

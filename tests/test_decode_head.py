@@ -6,30 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_case import CAPACITY, CHUNK, EOS, GREEDY, MAIN, Batch, anchors_of, by_token, forward, poison, target
-from flax import nnx
+from decode_case import CAPACITY, CHUNK, EOS, GREEDY, MAIN, Batch, anchors_of, by_token, forward, head, poison, target
 
-from jetspec_jax.config import HeadConfig
 from jetspec_jax.decode import LoopSpec, decode, prefill
-from jetspec_jax.head import DraftHead
 from jetspec_jax.rope import rope_at
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
-@functools.cache
-def head(causal=True):
-    config = HeadConfig.from_hf(
-        {
-            **target().config.to_hf(),
-            "architectures": ["DFlashDraftModel"],
-            "num_hidden_layers": 2,
-            "block_size": MAIN.depth + 1,
-            "num_target_layers": 2,
-            "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 63, "causal_head": causal},
-        }
-    )
-    return DraftHead(config, rngs=nnx.Rngs(7))
 
 
 @jax.jit

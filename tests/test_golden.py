@@ -11,8 +11,8 @@ from golden_helpers import CHAIN, PLAIN
 
 from jetspec_jax.accept import accept
 from jetspec_jax.cache import KVCache
-from jetspec_jax.tree import Children, Tree, TreeShape, ancestor_mask, ancestors, build_tree
-from kernels.pallas.tree_attention import causal_mask
+from jetspec_jax.tree import Children, Tree, TreeShape, ancestors, build_tree
+from kernels.pallas.tree_attention import causal_mask, pack_mask
 
 EDGE_TREE = TreeShape(budget=14, width=4, depth=7)  # the reference's budget 15 counts the root
 TARGETS = ("target_dense", "target_moe", "target_moe_mixed")
@@ -71,7 +71,7 @@ def test_tree_verify_gives_the_references_logits_and_taps_at_every_node(name):
     cache = cache.append(rows, np.zeros(2, np.int32), lengths)
     parents, depths = padded(np.maximum(data["tree_parents"], 0)), padded(data["tree_depths"])
     tree = Tree(padded(data["tree_token_ids"]), parents, depths, np.zeros((2, 24), np.float32))
-    mask = ancestor_mask(jax.tree.map(jnp.asarray, tree), int(depths.max()))
+    mask = pack_mask(ancestors(jax.tree.map(jnp.asarray, tree), int(depths.max())))
     logits, _, taps, _ = forward(model, tree.tokens, prefix + depths, cache, lengths, mask)
     close(logits[0, :nodes], data["tree_logits"])
     close(np.concatenate([taps[0], taps[2]], -1)[0, :nodes], data["tree_taps"])

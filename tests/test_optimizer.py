@@ -27,8 +27,9 @@ def test_the_schedule_rises_to_the_peak_and_falls_to_its_final_share(warmup, pea
 @pytest.mark.parametrize("index", [0, 1], ids=["target", "head"])
 @pytest.mark.parametrize("matrix_rate", [0.0, 0.02])
 def test_muon_has_the_layers_matrices_and_adam_all_else(index, matrix_rate):
-    """Adam's first step is one size with the gradient's sign, about the learning rate; Muon's is a matrix with all
-    singular values about the rate times sqrt(out / in), or 1 where it is wider than tall. Embeddings, lm_head and `fc` are Adam's, and without a matrix rate everything is."""
+    """Adam's first step is one size with the gradient's sign, about the learning rate. Muon's is a matrix with singular
+    values about the rate times sqrt(out / in), or times 1 where it is wider than tall. Embeddings, lm_head and `fc` are
+    Adam's, and without a matrix rate everything is."""
     module = models(True)[index]
     config = OptimizerConfig(learning_rate=1e-3, matrix_learning_rate=matrix_rate, warmup_steps=0, clip_norm=1e9)
     optimizer = make_optimizer(config, 100)

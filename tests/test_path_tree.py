@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decode_case import CAPACITY, MAIN, PLAIN, VOCAB, Batch, committed, head, new_tokens
 from drafts import MIX, OFFSPINE, ORACLE, InjectedDraft
 from flax import nnx
-from test_decode import CAPACITY, MAIN, PLAIN, VOCAB, Batch, committed, head, new_tokens
 from test_tree import BATCH, check_structure, log_softmax, oracle, path_of, rows_of
 
 from jetspec_jax import path_tree

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jetspec_jax.accept import accept
-from jetspec_jax.tree import Children, Tree, TreeShape, ancestor_mask, ancestors, build_tree, slot_scorer
-from kernels.pallas.tree_attention import unpack_mask
+from jetspec_jax.tree import Children, Tree, TreeShape, ancestors, build_tree, slot_scorer
+from kernels.pallas.tree_attention import pack_mask, unpack_mask
 
 BATCH = 48  # tables in one compiled call
 TREES = 12  # trees in one compiled call, where numpy walks each
@@ -187,6 +187,23 @@ def test_slot_scorer_takes_the_whole_vocabulary_but_not_more():
         slot_scorer(logits, 5)
 
 
+@pytest.mark.parametrize("slot", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "-inf"])
+def test_a_slot_without_numbers_ends_in_a_whole_tree_and_changes_no_other_row(slot):
+    """A head may overflow: the root must stay the anchor, or the text would not be the target's."""
+    shape = TreeShape(budget=40, width=3, depth=4)
+    rng = np.random.default_rng(5)
+    anchors = rng.integers(0, 9, 4).astype(np.int32)
+    logits = rng.normal(0, 2, (4, shape.depth, 9)).astype(np.float32)
+    build = jax.jit(lambda anchors, logits: build_tree(anchors, slot_scorer(logits, shape.width), shape))
+    want = rows_of(build(anchors, logits))
+    logits[0, 1], logits[1, 2, 4], logits[2] = slot, slot, slot
+    have = rows_of(build(anchors, logits))
+    for anchor, tree in zip(anchors, have, strict=True):
+        check_structure(tree, anchor, shape)
+        assert np.isfinite(tree.scores).all()
+    jax.tree.map(np.testing.assert_array_equal, have[3], want[3])
+
+
 def random_parents(rng, nodes, depth):
     """Parents and depths of a random tree in which depths ascend."""
     parents, depths = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32)
@@ -212,7 +229,7 @@ def random_trees(seed, nodes, depth, vocab):
 
 @functools.partial(jax.jit, static_argnums=1)
 def seen_by(trees, depth):
-    packed = ancestor_mask(trees, depth)
+    packed = pack_mask(ancestors(trees, depth))
     return ancestors(trees, depth), packed, unpack_mask(packed, trees.tokens.shape[1])
 
 
