@@ -18,7 +18,6 @@ def get_config() -> DistillConfig:
         parent_rank=64,
         steps=500,
         packed=False,
-        mixed_fill=0.0,  # decoding fills nothing
         eval_every=500,
         eval_prompts=str(EMBEDDED_TARGET.parent / "held_out.jsonl"),
         eval_count=200,

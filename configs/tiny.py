@@ -13,7 +13,6 @@ def get_config() -> DistillConfig:
         block_size=32,  # beyond the paper's 16, which the term makes worth it (docs/path-conditioning.md)
         target_layer_ids=(0, 1, 2),
         parent_rank=64,
-        mixed_fill=0.0,
         eval_every=1000,
         eval_prompts=str(EMBEDDED_TARGET.parent / "held_out.jsonl"),
         eval_count=200,

@@ -27,7 +27,7 @@ class Accepted(NamedTuple):
 
 
 def accept(tree: Tree, seen: jax.Array, chosen: jax.Array, depth: int) -> Accepted:
-    """Walks each tree from its root along the target's own tokens (method: accept).
+    """Walks each tree from its root along the target's own tokens (paper section 3).
 
     A node is accepted when its token and those of all its ancestors are the target's choice at their parents.
     Siblings have distinct tokens, so the accepted nodes are one path.

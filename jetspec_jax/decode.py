@@ -209,7 +209,7 @@ def decode(
 def decode_round(
     target: TargetModel, drafter: Drafter, state: DecodeState, knobs: Knobs, spec: LoopSpec
 ) -> DecodeState:
-    """One round for every row (method: the round); finished rows come out as they went in."""
+    """One round for every row (docs/design.md); finished rows come out as they went in."""
     depth = spec.tree.depth
     tree, seen = draft_tree(target, drafter, state, spec.tree)
     with jax.named_scope("verify"):

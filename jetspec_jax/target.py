@@ -83,7 +83,7 @@ class TargetModel(nnx.Module):
         mask: jax.Array,
         tap_ids: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """One forward over a block of nodes behind a cached prefix (method: verify).
+        """One forward over a block of nodes behind a cached prefix (paper section 3).
 
         Args:
             tokens: `[B, N]`.

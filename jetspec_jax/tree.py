@@ -98,7 +98,7 @@ def slot_scorer(logits: jax.Array, width: int) -> ChildScorer:
 
 
 def build_tree(anchors: jax.Array, scorer: ChildScorer, shape: TreeShape) -> Tree:
-    """The best `shape.nodes - 1` paths below the anchors `[B]` (paper section 3; method: tree).
+    """The best `shape.nodes - 1` paths below the anchors `[B]` (paper section 3).
 
     A log-probability is never above 0, so a node's ancestors score at least as well as it does. Hence a node among
     the best `budget` of the whole tree is among the best `budget` of its level, and so are its ancestors: a search

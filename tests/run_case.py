@@ -17,7 +17,8 @@ from train.config import DistillConfig, OptimizerConfig
 def get_config():
     return DistillConfig(
         target={target!r}, data={data!r}, out={out!r}, seed=3, steps={steps}, batch_size=4, length=32, anchors=2,
-        block_size=4, num_hidden_layers=1, target_layer_ids=(0, 1), packed={packed}, log_every=5, save_every=2,
+        block_size=4, num_hidden_layers=1, target_layer_ids=(0, 1), packed={packed}, mixed_fill=0.5, log_every=5,
+        save_every=2,
         optimizer=OptimizerConfig(learning_rate=1e-2, matrix_learning_rate=1e-2, warmup_steps=2),
     )
 """

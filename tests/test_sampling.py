@@ -1,4 +1,4 @@
-"""Sampling draws exactly from the processed distribution, whatever was drafted (pitfalls: sampling)."""
+"""Sampling draws exactly from the processed distribution, whatever was drafted."""
 
 import functools
 import itertools

@@ -54,7 +54,7 @@ class PretrainConfig:
 
 @dataclasses.dataclass
 class DistillConfig:
-    """Distillation of a draft head (paper section 3; method section 3).
+    """Distillation of a draft head (paper section 3; docs/design.md).
 
     `target` is a checkpoint directory, `data` a directory of train.regenerate, or another source that
     `train.sources.open_documents` reads. Each row of `length` tokens gives `anchors` blocks of `block_size`. A row
@@ -90,7 +90,7 @@ class DistillConfig:
     target_layer_ids: tuple[int, ...] = ()
     mask_token_id: int = -1
     causal_head: bool = True
-    mixed_fill: float = 0.5
+    mixed_fill: float = 0.0
     parent_rank: int = 0
     init_head: str = ""
     train_only: str = ""

@@ -105,7 +105,7 @@ def block_inputs(batch: Packed, blocks: Blocks, block_size: int, mask_token_id: 
 
 
 def supervision(batch: Packed, blocks: Blocks, block_size: int, gamma: float) -> Lessons:
-    """What each slot `[B, A, S]` learns, and its weight (method section 3).
+    """What each slot `[B, A, S]` learns, and its weight (paper section 3; docs/design.md).
 
     A MASK slot i learns the distribution of token anchor + i, which the target gives at anchor + i - 1. A filled
     slot already knows its own token and learns the one after it; the anchor counts as filled in filled blocks and
