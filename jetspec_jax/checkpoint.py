@@ -53,6 +53,18 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return data
 
 
+def weight_map(index: pathlib.Path) -> dict[str, str]:
+    """Tensor name to the name of its file, of an index of shards.
+
+    Raises:
+        CheckpointError: the index cannot be read or its `weight_map` is none.
+    """
+    names = read_json(index).get("weight_map", {})
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointError(f"{index}: expected weight_map to be an object of tensor names and file names")
+    return names
+
+
 def hf_tensors(module: nnx.Module) -> dict[str, Any]:
     """Every parameter of a module (arrays or shapes) by its Hugging Face name: attribute paths.
 
@@ -248,26 +260,28 @@ def _read_part(
 
 
 def _tensor_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Tensor name to the safetensors file that holds it, by the index or the single file."""
-    index = directory / INDEX
+    """Tensor name to the safetensors file that holds it, by the single file or the index.
+
+    The single file wins, as in transformers: a model saved over shards leaves those and their index behind.
+    """
+    single, index = directory / WEIGHTS, directory / INDEX
+    if single.exists():
+        with _open_safetensors(single) as file:
+            return dict.fromkeys(file.keys(), single)
     if index.exists():
-        files = {name: directory / file for name, file in read_json(index).get("weight_map", {}).items()}
+        files = {name: directory / file for name, file in weight_map(index).items()}
         absent = sorted({str(path) for path in files.values() if not path.exists()})
         if absent:
             raise CheckpointError(f"{index} names files that do not exist: {', '.join(absent)}")
         return files
-    single = directory / WEIGHTS
-    if not single.exists():
-        message = f"{directory} has neither {WEIGHTS} nor {INDEX}"
-        pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
-        if pickles:
-            message += (
-                f"; it has {', '.join(pickles)}, but pickled weights are not read, since loading them can run code: "
-                "safetensors are needed"
-            )
-        raise CheckpointError(message)
-    with _open_safetensors(single) as file:
-        return dict.fromkeys(file.keys(), single)
+    message = f"{directory} has neither {WEIGHTS} nor {INDEX}"
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickles:
+        message += (
+            f"; it has {', '.join(pickles)}, but pickled weights are not read, since loading them can run code: "
+            "safetensors are needed"
+        )
+    raise CheckpointError(message)
 
 
 def _open_safetensors(path: pathlib.Path) -> Any:

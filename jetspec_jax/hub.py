@@ -7,7 +7,7 @@ import pathlib
 import re
 from typing import Any
 
-from jetspec_jax.checkpoint import INDEX, WEIGHTS, CheckpointError, read_json
+from jetspec_jax.checkpoint import INDEX, WEIGHTS, CheckpointError, weight_map
 
 # Never *.bin, *.pt or other pickles: loading those can run code.
 _FILES = (
@@ -95,8 +95,8 @@ def _from_hub(name: str, subfolder: str, revision: str | None) -> pathlib.Path:
 def _missing(directory: pathlib.Path) -> list[str]:
     """The files without which a checkpoint cannot be read and that are not there."""
     names = {"config.json"}
-    if (directory / INDEX).exists():
-        names.update(map(str, read_json(directory / INDEX).get("weight_map", {}).values()))
+    if (directory / INDEX).exists() and not (directory / WEIGHTS).exists():
+        names.update(weight_map(directory / INDEX).values())
     else:
         names.add(WEIGHTS)
     return sorted(name for name in names if not (directory / name).exists())

@@ -260,6 +260,15 @@ def test_shards_with_an_index_load_like_one_file(saved, target):
     same_bytes(whole, sharded)
 
 
+def test_a_model_saved_over_shards_is_the_one_that_loads(target):
+    """Their index stays behind; the single file wins, as in transformers."""
+    shard(target)
+    model = jax.tree.map(lambda x: x + 1, load_target_model(target, None))
+    save_target(target, model)
+    assert (target / INDEX).exists()
+    same_bytes(hf_tensors(model), hf_tensors(load_target_model(target, None)))
+
+
 def refused(load, directory, *parts):
     """Loading fails with one CheckpointError that names all of `parts`."""
     with pytest.raises(CheckpointError) as caught:
@@ -319,6 +328,14 @@ def test_an_index_without_a_map_lists_every_tensor_as_missing(target):
     (target / INDEX).write_text("{}")
     message = refused(load_target_model, target, target)
     assert message.count("missing ") == len(hf_tensors(filled(TargetModel, TARGET)))
+
+
+@pytest.mark.parametrize("names", [["model.norm.weight"], {"model.norm.weight": 1}, None])
+def test_an_index_whose_map_is_none_is_refused_by_name(target, names):
+    """A list, a file that is no name, null."""
+    shard(target)
+    (target / INDEX).write_text(json.dumps({"weight_map": names}))
+    refused(load_target_model, target, target / INDEX, "weight_map")
 
 
 @pytest.mark.parametrize("kept", [0.0, 4, 0.02, 0.5, -1])

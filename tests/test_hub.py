@@ -130,6 +130,14 @@ def test_a_snapshot_that_is_there_in_part_is_refused_with_what_is_missing(saved,
         load_target("Org/target::nowhere")
 
 
+def test_a_single_file_is_whole_whatever_an_index_beside_it_names(saved, hub):
+    """It is what is read."""
+    snapshot = cached(hub, "Org/target", saved / "target")
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_checkpoint("Org/target") == snapshot
+
+
 def test_offline_and_not_cached_says_what_was_tried(hub):
     """Directory, cache and network, and what to do; one line."""
     for load in (load_target, load_draft_head):
