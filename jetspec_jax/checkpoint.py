@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Module = TypeVar("Module", bound=nnx.Module)
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_DERIVED = ".rotary_emb.inv_freq"  # a buffer that old checkpoints of Llama hold and that follows from the config
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -89,7 +90,7 @@ def load_module(
         CheckpointError: a file cannot be read, or tensors are missing, unexpected or mis-shaped (all are listed,
             before any is read).
     """
-    locations = _tensor_files(directory)
+    locations = {name: path for name, path in _tensor_files(directory).items() if not name.endswith(_DERIVED)}
     if getattr(getattr(abstract, "config", None), "tie_word_embeddings", False):
         locations.pop("lm_head.weight", None)  # some writers store the embedding table a second time under this name
     with contextlib.ExitStack() as stack:
