@@ -71,7 +71,7 @@ def load_target(
     Args:
         path: a directory with config.json, safetensors and, optionally, tokenizer files; or a hub id such as
             Qwen/Qwen3-8B, read from the hub's cache when it is there. `::subfolder` after either is a folder inside.
-        dtype: of the weights and the computation; None keeps the checkpoint's.
+        dtype: of the weights and the computation; None is config.json's, without one the weights'.
         mesh: devices to split the weights over, from `jetspec_jax.make_mesh`; None is the default device.
         revision: a branch, tag or commit of a hub repository; None is its main branch.
 
@@ -105,7 +105,7 @@ def load_draft_head(
         path: a directory (config.json with `dflash_config`, safetensors), that of a training run included; or a hub
             id. `::subfolder` as for `load_target`.
         target: checked against the head when given; its mesh is the head's, and its dtype where `dtype` is None.
-        dtype: of the weights and the computation.
+        dtype: of the weights and the computation; None without a target as for `load_target`.
         revision: a branch, tag or commit of a hub repository; None is its main branch.
 
     Raises:
