@@ -19,6 +19,7 @@ from jetspec_jax.checkpoint import (
     load_target_model,
     load_tokenizer,
     read_json,
+    target_config,
 )
 from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
@@ -79,17 +80,16 @@ def load_target(
         CheckpointError: the checkpoint cannot be found or used; the message says what is wrong.
     """
     directory = find_checkpoint(path, revision)
-    sampling = sampling_defaults(directory)
-    model = load_target_model(directory, None if dtype is None else jnp.dtype(dtype), mesh)
-    ends = eos_ids(directory)
-    outside = [i for i in ends if not 0 <= i < model.config.vocab_size]
+    # The small files first: what is wrong with them need not wait for the weights.
+    size, ends, sampling = target_config(directory).vocab_size, eos_ids(directory), sampling_defaults(directory)
+    outside = [i for i in ends if not 0 <= i < size]
     if outside:
-        raise CheckpointError(
-            f"{directory}: eos_token_id {outside} outside the vocabulary of {model.config.vocab_size}"
-        )
+        raise CheckpointError(f"{directory}: eos_token_id {outside} outside the vocabulary of {size}")
+    tokenizer = load_tokenizer(directory)
+    model = load_target_model(directory, None if dtype is None else jnp.dtype(dtype), mesh)
     local = pathlib.Path(os.fspath(path).partition("::")[0]).expanduser().is_dir()
     name = directory.name if local else os.fspath(path)
-    return Target(model, load_tokenizer(directory), ends, directory, sampling, name, mesh)
+    return Target(model, tokenizer, ends, directory, sampling, name, mesh)
 
 
 def load_draft_head(

@@ -234,9 +234,43 @@ def test_a_parent_term_that_the_config_and_the_file_do_not_agree_on_is_refused(h
 
 
 def test_the_requested_dtype_wins_over_the_files(target):
-    """`dtype` None keeps the file's; any other is converted to."""
+    """`dtype` None is config.json's, which `save_target` makes the file's; any other is converted to."""
     leaves = hf_tensors(load_target_model(target, jnp.bfloat16)).values()
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_without_a_requested_dtype_the_configs_holds_for_every_tensor(target, field):
+    """As in transformers, under either name; here the norms are stored in float32 and the matrices are not."""
+    tensors = {
+        n: x.astype(jnp.bfloat16) if x.ndim > 1 else x for n, x in load_file(target / "model.safetensors").items()
+    }
+    save_file(tensors, target / "model.safetensors")
+    edit(target, **{"dtype": None, field: "bfloat16"})
+    leaves = hf_tensors(load_target_model(target, None)).values()
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+    edit(target, **{field: "int8"})
+    refused(load_target_model, target, target / "config.json", "dtype 'int8' is none of float32", "give dtype=")
+
+
+def test_tensors_of_several_dtypes_are_refused_where_nothing_says_which(target):
+    """Mixed, they would fail while decoding; of one dtype, they keep it."""
+    edit(target, dtype=None)
+    tensors = load_file(target / "model.safetensors")
+    same_bytes(tensors, hf_tensors(load_target_model(target, None)))
+    name = "model.embed_tokens.weight"
+    save_file(tensors | {name: tensors[name].astype(jnp.bfloat16)}, target / "model.safetensors")
+    refused(load_target_model, target, target, "tensors are BF16, F32", "give dtype=")
+    assert load_target_model(target, jnp.dtype("float32")).model.embed_tokens.weight.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("value", ["2", 2.0, True, [2, "3"], {"id": 2}])
+def test_end_of_sequence_ids_that_are_none_are_refused_by_file(target, file, value):
+    """A string, a fraction, a truth value, also inside a list."""
+    (target / file).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=rf"{file}: eos_token_id must be a token id or a list of them, got"):
+        eos_ids(target)
 
 
 def shard(directory):
