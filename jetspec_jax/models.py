@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import pathlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -136,10 +136,15 @@ def head_mismatch(head: HeadConfig, target: TargetConfig) -> list[str]:
     return [f"{name} is {ours}, the target's is {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
 
-# Settings of a generation_config.json that would change the text and are not there; each with the value that is off.
+# Settings of a generation_config.json that would change the text and are not there; each with the values that are off.
 _NOT_APPLIED: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
     "no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "min_new_tokens": (0,),
     "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
@@ -150,25 +155,33 @@ _NOT_APPLIED: dict[str, tuple[object, ...]] = {
 def sampling_defaults(directory: pathlib.Path) -> Sampling:
     """The sampling that a checkpoint's generation_config.json recommends; greedy unless it says `do_sample`.
 
-    A field that is left out is off (temperature: 1). Fields that would change the text and are not supported are
-    logged as warnings.
+    A field that is left out is off (temperature: 1), and so is vLLM's `top_k` -1. Filters of greedy decoding, which
+    have no effect, are off as well where they are impossible. Fields that would change the text and are not supported
+    are logged as warnings.
 
     Raises:
-        CheckpointError: a value is not a number or out of range.
+        CheckpointError: a value is not a number or out of range, and the file says `do_sample`.
     """
     path = directory / "generation_config.json"
     data = read_json(path) if path.exists() else {}
-    sampled = bool(data.get("do_sample"))
+    for name, neutral in _NOT_APPLIED.items():
+        if data.get(name) is not None and data[name] not in neutral:
+            logging.getLogger(__name__).warning("%s: %s=%r is not supported and not applied", path, name, data[name])
+    try:
+        sampling = _sampling(data)
+    except ValueError as error:
+        if data.get("do_sample"):
+            raise CheckpointError(f"{path}: {error}") from None
+        return Sampling()
+    return sampling if data.get("do_sample") else dataclasses.replace(sampling, temperature=0.0)
+
+
+def _sampling(data: dict[str, Any]) -> Sampling:
+    """The fields of a generation_config.json that choose how to sample."""
     off = dataclasses.asdict(Sampling(temperature=1.0))
     values = {name: default if data.get(name) is None else data[name] for name, default in off.items()}
     wrong = [name for name, value in values.items() if isinstance(value, bool) or not isinstance(value, int | float)]
     if wrong:
-        raise CheckpointError(f"{path}: expected numbers for {', '.join(f'{n}={values[n]!r}' for n in wrong)}")
-    for name, neutral in _NOT_APPLIED.items():
-        if data.get(name) is not None and data[name] not in neutral:
-            logging.getLogger(__name__).warning("%s: %s=%r is not supported and not applied", path, name, data[name])
-    values["top_k"] = int(values["top_k"])
-    try:
-        return Sampling(**{**values, **({} if sampled else {"temperature": 0.0})})
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise ValueError(f"expected numbers for {', '.join(f'{n}={values[n]!r}' for n in wrong)}")
+    values["top_k"] = 0 if values["top_k"] == -1 else int(values["top_k"])
+    return Sampling(**values)

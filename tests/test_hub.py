@@ -239,6 +239,10 @@ QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
         ({"do_sample": True}, Sampling(1.0)),
         ({"do_sample": True, "temperature": None, "top_k": None, "min_p": 0.1}, Sampling(1.0, min_p=0.1)),
         ({"do_sample": True, "repetition_penalty": 1.0}, Sampling(1.0)),
+        ({"do_sample": True, "top_k": -1}, Sampling(1.0)),
+        ({"do_sample": False, "top_k": -1, "top_p": 0.9}, Sampling(0.0, top_p=0.9)),
+        ({"do_sample": False, "top_k": 20, "top_p": 0}, Sampling()),
+        ({"temperature": "warm"}, Sampling()),
     ],
 )
 def test_sampling_defaults_are_the_files(tmp_path, fields, want):
@@ -248,18 +252,37 @@ def test_sampling_defaults_are_the_files(tmp_path, fields, want):
     assert sampling_defaults(tmp_path) == want
 
 
-@pytest.mark.parametrize("fields", [{"temperature": "warm"}, {"top_p": 1.5}, {"top_k": True}, {"min_p": [0.1]}])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": "warm"}, {"top_p": 1.5}, {"top_k": True}, {"top_k": -2}, {"min_p": [0.1]}]
+)
 def test_impossible_sampling_defaults_are_refused_by_file_and_field(tmp_path, fields):
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, **fields}))
     with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{next(iter(fields))}"):
         sampling_defaults(tmp_path)
 
 
-def test_sampling_that_is_not_supported_is_logged(tmp_path, caplog):
-    """It would change the text; unseen it must not be dropped."""
-    (tmp_path / "generation_config.json").write_text(json.dumps({**QWEN3, "repetition_penalty": 1.05}))
-    assert sampling_defaults(tmp_path) == Sampling(0.6, 20, 0.95)
-    assert "repetition_penalty=1.05 is not supported and not applied" in caplog.text
+@pytest.mark.parametrize(
+    ("field", "value", "off"),
+    [("repetition_penalty", 1.05, 1.0), ("presence_penalty", 1.5, 0.0), ("frequency_penalty", 0.5, 0),
+     ("suppress_tokens", [1, 2], []), ("bad_words_ids", [[3]], []), ("min_new_tokens", 4, 0)],
+)  # fmt: skip
+def test_sampling_that_is_not_supported_is_logged(tmp_path, caplog, field, value, off):
+    """It would change the text; unseen it must not be dropped. What is off is not worth a word."""
+    for setting in (off, None, value):
+        assert not caplog.text
+        (tmp_path / "generation_config.json").write_text(json.dumps({**QWEN3, field: setting}))
+        assert sampling_defaults(tmp_path) == Sampling(0.6, 20, 0.95)
+    assert f"{field}={value} is not supported and not applied" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_a_broken_tokenizer_is_refused_with_its_directory_before_the_weights_are_read(saved, tmp_path, text):
+    """Whatever the library raises; the weights here are none."""
+    directory = shutil.copytree(saved / "target", tmp_path / "target")
+    (directory / "tokenizer.json").write_text(text)
+    (directory / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{directory}: its tokenizer cannot be loaded"):
+        load_target(directory)
 
 
 def test_a_loaded_target_carries_its_defaults(saved, tmp_path):
