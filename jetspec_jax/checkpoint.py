@@ -283,7 +283,7 @@ def _stated_dtype(directory: pathlib.Path) -> jnp.dtype | None:
 
 
 def _mixture(locations: dict[str, pathlib.Path], files: dict[pathlib.Path, Any]) -> list[str]:
-    """The complaint about tensors of several dtypes, if they have."""
+    """The complaint about tensors of several dtypes; none where all have the same."""
     kinds = sorted({files[path].get_slice(name).get_dtype() for name, path in locations.items()})
     return [f"tensors are {', '.join(kinds)}, and it names no dtype; give dtype= to choose one"] if kinds[1:] else []
 

@@ -79,7 +79,7 @@ def load_target(
     Raises:
         CheckpointError: the checkpoint cannot be found or used; the message says what is wrong.
     """
-    directory = find_checkpoint(path, revision)
+    directory = find_checkpoint(path, revision, text=True)
     # The small files first: what is wrong with them need not wait for the weights.
     size, ends, sampling = target_config(directory).vocab_size, eos_ids(directory), sampling_defaults(directory)
     outside = [i for i in ends if not 0 <= i < size]

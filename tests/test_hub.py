@@ -186,6 +186,56 @@ def test_what_is_not_cached_is_downloaded_without_pickles_or_other_folders(saved
     assert kept == [prefix + file for file in files[:6]]
 
 
+TEXT = ["generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize("subfolder", ["", "part"])
+def test_what_a_cached_target_lacks_of_its_text_is_asked_for_at_the_same_commit(saved, hub, monkeypatch, subfolder):
+    """transformers' models cache weights alone; those are not asked for again. Heads have no text."""
+    snapshot = cached(hub, "Org/target", saved / "target", subfolder=subfolder)
+    for file in TEXT:
+        (snapshot / subfolder / file).unlink()
+    calls = []
+
+    def download(name, *, local_files_only=False, **options):
+        if not local_files_only:
+            calls.append(options)
+            cached(hub, name, saved / "target", commit=options["revision"], subfolder=subfolder)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    name = f"Org/target::{subfolder}" if subfolder else "Org/target"
+    find_checkpoint(name)
+    assert not calls
+    target = load_target(name)
+    assert (target.tokenizer is not None, target.eos_token_ids) == (True, (2,))
+    load_target(name)
+    [options] = calls
+    assert options.pop("revision") == snapshot.name
+    prefix = f"{subfolder}/" if subfolder else ""
+    files = [prefix + file for file in [*TEXT, "config.json", "model.safetensors", "inner/tokenizer.json"]]
+    assert list(huggingface_hub.utils.filter_repo_objects(files, **options)) == files[:3]
+
+
+@pytest.mark.parametrize("file", TEXT)
+def test_a_target_whose_text_cannot_be_had_loads_without(saved, hub, monkeypatch, file):
+    """The repository may have none, and the network may fail."""
+    snapshot = cached(hub, "Org/target", saved / "target")
+    (snapshot / file).unlink()
+    assert find_checkpoint("Org/target", text=True) == snapshot  # offline, by the library itself
+    asked = []
+
+    def download(name, *, local_files_only=False, **options):
+        if not local_files_only:
+            asked.append(name)
+            raise RuntimeError("connection reset")
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_checkpoint("Org/target", text=True) == snapshot
+    assert asked == ["Org/target"]
+
+
 @pytest.mark.parametrize("path", ["nowhere", "./org/name", "a/b/c", "/org/name", "~/name", "org/"])
 @pytest.mark.usefixtures("hub")
 def test_what_is_no_id_is_never_looked_up(path, tmp_path, monkeypatch):
