@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Module = TypeVar("Module", bound=nnx.Module)
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_DERIVED = ".rotary_emb.inv_freq"  # a buffer that old checkpoints of Llama hold and that follows from the config
+_DTYPES = ("float32", "bfloat16", "float16")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -53,6 +55,18 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return data
 
 
+def weight_map(index: pathlib.Path) -> dict[str, str]:
+    """Tensor name to the name of its file, of an index of shards.
+
+    Raises:
+        CheckpointError: the index cannot be read or its `weight_map` is none.
+    """
+    names = read_json(index).get("weight_map", {})
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointError(f"{index}: expected weight_map to be an object of tensor names and file names")
+    return names
+
+
 def hf_tensors(module: nnx.Module) -> dict[str, Any]:
     """Every parameter of a module (arrays or shapes) by its Hugging Face name: attribute paths.
 
@@ -72,17 +86,21 @@ def load_module(
 
     Tensors go one at a time from the file to the devices of `mesh` (without one, to the default device), each device
     getting its part only: beside the result, the host holds no more than one part of one parameter and one tensor.
+    `dtype` None is config.json's, as in transformers; without one, the files', which must then be the same for all.
 
     Raises:
-        CheckpointError: a file cannot be read, or tensors are missing, unexpected or mis-shaped (all are listed,
-            before any is read).
+        CheckpointError: a file cannot be read, or tensors are missing, unexpected, mis-shaped or of several dtypes
+            (all are listed, before any is read).
     """
-    locations = _tensor_files(directory)
+    dtype = _stated_dtype(directory) if dtype is None else dtype
+    locations = {name: path for name, path in _tensor_files(directory).items() if not name.endswith(_DERIVED)}
     if getattr(getattr(abstract, "config", None), "tie_word_embeddings", False):
         locations.pop("lm_head.weight", None)  # some writers store the embedding table a second time under this name
     with contextlib.ExitStack() as stack:
         files = {path: stack.enter_context(_open_safetensors(path)) for path in sorted(set(locations.values()))}
         problems = _misfits(hf_tensors(abstract), locations, files)
+        if not problems and dtype is None:
+            problems = _mixture(locations, files)
         if problems:
             raise CheckpointError(f"{directory} does not fit its config.json:\n  " + "\n  ".join(problems))
 
@@ -100,8 +118,8 @@ def load_module(
 def load_target_model(
     directory: pathlib.Path, dtype: jnp.dtype | None, mesh: jax.sharding.Mesh | None = None
 ) -> TargetModel:
-    """The target in a checkpoint directory; `dtype` None keeps the file's."""
-    config = _parse(TargetConfig, directory)
+    """The target in a checkpoint directory; `dtype` as for `load_module`."""
+    config = target_config(directory)
     _check_mesh(config, directory, mesh)
     abstract = jax.eval_shape(lambda: TargetModel(config, rngs=nnx.Rngs(0)))
     return load_module(abstract, directory, dtype, mesh)
@@ -110,11 +128,16 @@ def load_target_model(
 def load_head_model(
     directory: pathlib.Path, dtype: jnp.dtype | None, mesh: jax.sharding.Mesh | None = None
 ) -> DraftHead:
-    """The draft head in a checkpoint directory; `dtype` None keeps the file's."""
+    """The draft head in a checkpoint directory; `dtype` as for `load_module`."""
     config = head_config(directory)
     _check_mesh(config, directory, mesh)
     abstract = jax.eval_shape(lambda: DraftHead(config, rngs=nnx.Rngs(0)))
     return load_module(abstract, directory, dtype, mesh)
+
+
+def target_config(directory: pathlib.Path) -> TargetConfig:
+    """The architecture of the target in a checkpoint directory."""
+    return _parse(TargetConfig, directory)
 
 
 def head_config(directory: pathlib.Path) -> HeadConfig:
@@ -123,17 +146,28 @@ def head_config(directory: pathlib.Path) -> HeadConfig:
 
 
 def eos_ids(directory: pathlib.Path) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's, else config.json's, else none."""
+    """End-of-sequence ids: generation_config.json's, else config.json's, else none.
+
+    Raises:
+        CheckpointError: they are neither a token id nor a list of token ids.
+    """
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         value = read_json(path).get("eos_token_id") if path.exists() else None
         if value is not None:
-            return tuple(value) if isinstance(value, list) else (value,)
+            ids = value if isinstance(value, list) else [value]
+            if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+                raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r}")
+            return tuple(ids)
     return ()
 
 
 def load_tokenizer(directory: pathlib.Path) -> PreTrainedTokenizerBase | None:
-    """The directory's tokenizer, None when it has no tokenizer files."""
+    """The directory's tokenizer, None when it has no tokenizer files.
+
+    Raises:
+        CheckpointError: transformers cannot read them.
+    """
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
     # Imported here: it takes a second, which token ids alone do not need, and warns that torch is missing, which
@@ -141,7 +175,14 @@ def load_tokenizer(directory: pathlib.Path) -> PreTrainedTokenizerBase | None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # whatever its readers trip over
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise CheckpointError(
+            f"{directory}: its tokenizer cannot be loaded ({reason}); tokenizer.json, tokenizer_config.json or a file "
+            "beside them is missing or broken"
+        ) from error
 
 
 def save_target(
@@ -228,6 +269,25 @@ def _misfits(wanted: dict[str, Any], locations: dict[str, pathlib.Path], files: 
     return problems
 
 
+def _stated_dtype(directory: pathlib.Path) -> jnp.dtype | None:
+    """The dtype that config.json names, None without one; `torch_dtype` is its name before transformers 5."""
+    data = read_json(directory / "config.json")
+    stated = data.get("torch_dtype") if data.get("dtype") is None else data["dtype"]
+    if stated is None:
+        return None
+    if stated not in _DTYPES:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: dtype {stated!r} is none of {', '.join(_DTYPES)}; give dtype= to choose one"
+        )
+    return jnp.dtype(stated)
+
+
+def _mixture(locations: dict[str, pathlib.Path], files: dict[pathlib.Path, Any]) -> list[str]:
+    """The complaint about tensors of several dtypes; none where all have the same."""
+    kinds = sorted({files[path].get_slice(name).get_dtype() for name, path in locations.items()})
+    return [f"tensors are {', '.join(kinds)}, and it names no dtype; give dtype= to choose one"] if kinds[1:] else []
+
+
 def _read_part(
     parts: list[tuple[Any, str]], leaf: Any, dtype: jnp.dtype | None, index: tuple[slice, ...]
 ) -> np.ndarray:
@@ -248,26 +308,28 @@ def _read_part(
 
 
 def _tensor_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Tensor name to the safetensors file that holds it, by the index or the single file."""
-    index = directory / INDEX
+    """Tensor name to the safetensors file that holds it, by the single file or the index.
+
+    The single file wins, as in transformers: a model saved over shards leaves those and their index behind.
+    """
+    single, index = directory / WEIGHTS, directory / INDEX
+    if single.exists():
+        with _open_safetensors(single) as file:
+            return dict.fromkeys(file.keys(), single)
     if index.exists():
-        files = {name: directory / file for name, file in read_json(index).get("weight_map", {}).items()}
+        files = {name: directory / file for name, file in weight_map(index).items()}
         absent = sorted({str(path) for path in files.values() if not path.exists()})
         if absent:
             raise CheckpointError(f"{index} names files that do not exist: {', '.join(absent)}")
         return files
-    single = directory / WEIGHTS
-    if not single.exists():
-        message = f"{directory} has neither {WEIGHTS} nor {INDEX}"
-        pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
-        if pickles:
-            message += (
-                f"; it has {', '.join(pickles)}, but pickled weights are not read, since loading them can run code: "
-                "safetensors are needed"
-            )
-        raise CheckpointError(message)
-    with _open_safetensors(single) as file:
-        return dict.fromkeys(file.keys(), single)
+    message = f"{directory} has neither {WEIGHTS} nor {INDEX}"
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickles:
+        message += (
+            f"; it has {', '.join(pickles)}, but pickled weights are not read, since loading them can run code: "
+            "safetensors are needed"
+        )
+    raise CheckpointError(message)
 
 
 def _open_safetensors(path: pathlib.Path) -> Any:

@@ -11,6 +11,7 @@ from jetspec_jax.rope_scaling import RopeScaling, read_rope
 # Fields of a config.json that change nothing in inference, so that reading past them is right.
 _INERT = frozenset(
     [
+        "_attn_implementation_autoset",
         "_from_model_config",
         "_name_or_path",
         "architectures",
@@ -20,6 +21,7 @@ _INERT = frozenset(
         "dtype",
         "eos_token_id",
         "initializer_range",
+        "is_llama_config",
         "layer_types",
         "max_window_layers",
         "model_type",
@@ -28,6 +30,7 @@ _INERT = frozenset(
         "router_aux_loss_coef",
         "sliding_window",
         "torch_dtype",
+        "transformers.js_config",
         "transformers_version",
         "unsloth_fixed",
         "unsloth_version",
@@ -41,7 +44,10 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1, None),
     "pretraining_tp": (1, None),
+    "qkv_bias": (False, None),
     "quantization_config": (None,),
+    "rope_interleaved": (False, None),
+    "shared_expert_intermediate_size": (0, None),
     "use_sliding_window": (False, None),
 }
 
@@ -117,6 +123,7 @@ class DecoderConfig:
     def _read(cls, data: dict[str, Any], required: tuple[str, ...] = (), absent: tuple[str, ...] = ()) -> Self:
         """As `from_hf`; fields of `required` have no defaults, and those of `absent` are unknown."""
         data, refused = read_rope(data)
+        fixed = {**_FIXED, "use_qk_norm": (data.get("architecture") != _LLAMA, None)}
         fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in absent}
         if data.get("head_dim") is None:
             data["head_dim"] = 128  # as in transformers' Qwen3Config
@@ -126,7 +133,7 @@ class DecoderConfig:
             described(n, v)
             for n, v in data.items()
             if n not in fields
-            and ((n in _FIXED and v not in _FIXED[n]) or (n not in _FIXED and n not in _INERT and v is not None))
+            and ((n in fixed and v not in fixed[n]) or (n not in fixed and n not in _INERT and v is not None))
         ]
         if any(kind != "full_attention" for kind in data.get("layer_types") or ()):
             refused.append(described("layer_types", data["layer_types"]))
@@ -294,15 +301,17 @@ class HeadConfig(DecoderConfig):
     def from_hf(cls, data: dict[str, Any]) -> Self:
         """As `DecoderConfig.from_hf`; the layout keys of `dflash_config` are required and checked.
 
-        vLLM's name for `causal_head`, `causal`, may stand beside it and must say the same.
+        `causal_head` may stand under vLLM's name, `causal`; where both stand, they must say the same. A head with
+        neither, as DFlash's are published, is bidirectional.
         """
         names = data.get("architectures") or ["(none)"]
         if names != ["DFlashDraftModel"]:
             raise ValueError(f"architecture {', '.join(names)} is not a draft head; expected DFlashDraftModel")
         nested = dict(data.get("dflash_config") or {})
-        mirror = nested.pop("causal", nested.get("causal_head"))
-        if mirror != nested.get("causal_head"):
-            raise ValueError(f"dflash_config says causal={mirror} and causal_head={nested.get('causal_head')}")
+        mirror, own = nested.pop("causal", None), nested.pop("causal_head", None)
+        if None not in (mirror, own) and mirror != own:
+            raise ValueError(f"dflash_config says causal={mirror} and causal_head={own}")
+        nested["causal_head"] = next((value for value in (own, mirror) if value is not None), False)
         unknown = sorted(set(nested) - set(cls._NESTED))
         if unknown:
             raise ValueError(f"unsupported fields in dflash_config: {', '.join(unknown)}")

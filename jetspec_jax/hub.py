@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
 from typing import Any
 
-from jetspec_jax.checkpoint import INDEX, WEIGHTS, CheckpointError, read_json
+from jetspec_jax.checkpoint import INDEX, WEIGHTS, CheckpointError, weight_map
 
-# Never *.bin, *.pt or other pickles: loading those can run code.
-_FILES = (
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    INDEX,
-    "tokenizer.json",
-    "tokenizer_config.json",
+_EXPECTED_TEXT = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")  # a target may have others
+_TEXT = (
+    *_EXPECTED_TEXT,
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -24,17 +20,21 @@ _FILES = (
     "merges.txt",
     "chat_template*",
 )
+# Never *.bin, *.pt or other pickles: loading those can run code.
+_FILES = ("config.json", "*.safetensors", INDEX, *_TEXT)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SUBFOLDER = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 
 
-def find_checkpoint(path: str | os.PathLike[str], revision: str | None = None) -> pathlib.Path:
+def find_checkpoint(path: str | os.PathLike[str], revision: str | None = None, *, text: bool = False) -> pathlib.Path:
     """The directory of a checkpoint.
 
     Args:
         path: a directory, or a hub id `org/name`, whose files are taken from the hub's cache when they are there and
             downloaded otherwise. `::subfolder` after either is a folder inside it.
         revision: a hub repository's branch, tag or commit; None is its main branch.
+        text: whether the tokenizer and generation_config.json belong to it. Where the cache lacks one of them, the hub
+            is asked for them; a repository need not have them.
 
     Raises:
         CheckpointError: there is no such directory, and no such repository can be had; the message says what was tried.
@@ -54,10 +54,10 @@ def find_checkpoint(path: str | os.PathLike[str], revision: str | None = None) -
             f"{path} is not a directory; expected a checkpoint directory with a config.json, "
             "or a hub id such as Qwen/Qwen3-8B"
         )
-    return _from_hub(name, subfolder, revision)
+    return _from_hub(name, subfolder, revision, text)
 
 
-def _from_hub(name: str, subfolder: str, revision: str | None) -> pathlib.Path:
+def _from_hub(name: str, subfolder: str, revision: str | None, text: bool) -> pathlib.Path:
     """The folder of a snapshot in the hub's cache, downloaded unless it is there."""
     from huggingface_hub import constants, snapshot_download  # here, as directories do not need it
 
@@ -69,8 +69,14 @@ def _from_hub(name: str, subfolder: str, revision: str | None) -> pathlib.Path:
     }
     asked = f"{name} at revision {revision}" if revision else name
     try:
-        found = pathlib.Path(snapshot_download(name, local_files_only=True, **options)) / subfolder
+        snapshot = pathlib.Path(snapshot_download(name, local_files_only=True, **options))
+        found = snapshot / subfolder
         if not _missing(found):
+            if text and not all((found / file).exists() for file in _EXPECTED_TEXT):
+                # Others cache weights alone. Of the same commit, as the branch may have moved on.
+                texts = {**options, "revision": snapshot.name, "allow_patterns": [prefix + file for file in _TEXT]}
+                with contextlib.suppress(Exception):  # the repository has none, or offline: what is there must do
+                    snapshot_download(name, **texts)
             return found
     except (OSError, ValueError):
         pass  # not in the cache, or only in part: the hub is asked, and what it says is the error
@@ -95,8 +101,8 @@ def _from_hub(name: str, subfolder: str, revision: str | None) -> pathlib.Path:
 def _missing(directory: pathlib.Path) -> list[str]:
     """The files without which a checkpoint cannot be read and that are not there."""
     names = {"config.json"}
-    if (directory / INDEX).exists():
-        names.update(map(str, read_json(directory / INDEX).get("weight_map", {}).values()))
+    if (directory / INDEX).exists() and not (directory / WEIGHTS).exists():
+        names.update(weight_map(directory / INDEX).values())
     else:
         names.add(WEIGHTS)
     return sorted(name for name in names if not (directory / name).exists())

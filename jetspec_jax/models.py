@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import pathlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jetspec_jax.checkpoint import (
     load_target_model,
     load_tokenizer,
     read_json,
+    target_config,
 )
 from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
@@ -71,25 +72,24 @@ def load_target(
     Args:
         path: a directory with config.json, safetensors and, optionally, tokenizer files; or a hub id such as
             Qwen/Qwen3-8B, read from the hub's cache when it is there. `::subfolder` after either is a folder inside.
-        dtype: of the weights and the computation; None keeps the checkpoint's.
+        dtype: of the weights and the computation; None is config.json's, without one the weights'.
         mesh: devices to split the weights over, from `jetspec_jax.make_mesh`; None is the default device.
         revision: a branch, tag or commit of a hub repository; None is its main branch.
 
     Raises:
         CheckpointError: the checkpoint cannot be found or used; the message says what is wrong.
     """
-    directory = find_checkpoint(path, revision)
-    sampling = sampling_defaults(directory)
-    model = load_target_model(directory, None if dtype is None else jnp.dtype(dtype), mesh)
-    ends = eos_ids(directory)
-    outside = [i for i in ends if not 0 <= i < model.config.vocab_size]
+    directory = find_checkpoint(path, revision, text=True)
+    # The small files first: what is wrong with them need not wait for the weights.
+    size, ends, sampling = target_config(directory).vocab_size, eos_ids(directory), sampling_defaults(directory)
+    outside = [i for i in ends if not 0 <= i < size]
     if outside:
-        raise CheckpointError(
-            f"{directory}: eos_token_id {outside} outside the vocabulary of {model.config.vocab_size}"
-        )
+        raise CheckpointError(f"{directory}: eos_token_id {outside} outside the vocabulary of {size}")
+    tokenizer = load_tokenizer(directory)
+    model = load_target_model(directory, None if dtype is None else jnp.dtype(dtype), mesh)
     local = pathlib.Path(os.fspath(path).partition("::")[0]).expanduser().is_dir()
     name = directory.name if local else os.fspath(path)
-    return Target(model, load_tokenizer(directory), ends, directory, sampling, name, mesh)
+    return Target(model, tokenizer, ends, directory, sampling, name, mesh)
 
 
 def load_draft_head(
@@ -105,7 +105,7 @@ def load_draft_head(
         path: a directory (config.json with `dflash_config`, safetensors), that of a training run included; or a hub
             id. `::subfolder` as for `load_target`.
         target: checked against the head when given; its mesh is the head's, and its dtype where `dtype` is None.
-        dtype: of the weights and the computation.
+        dtype: of the weights and the computation; None without a target as for `load_target`.
         revision: a branch, tag or commit of a hub repository; None is its main branch.
 
     Raises:
@@ -136,10 +136,15 @@ def head_mismatch(head: HeadConfig, target: TargetConfig) -> list[str]:
     return [f"{name} is {ours}, the target's is {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
 
-# Settings of a generation_config.json that would change the text and are not there; each with the value that is off.
+# Settings of a generation_config.json that would change the text and are not there; each with the values that are off.
 _NOT_APPLIED: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
     "no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "min_new_tokens": (0,),
     "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
@@ -150,25 +155,33 @@ _NOT_APPLIED: dict[str, tuple[object, ...]] = {
 def sampling_defaults(directory: pathlib.Path) -> Sampling:
     """The sampling that a checkpoint's generation_config.json recommends; greedy unless it says `do_sample`.
 
-    A field that is left out is off (temperature: 1). Fields that would change the text and are not supported are
-    logged as warnings.
+    A field that is left out is off (temperature: 1), and so is vLLM's `top_k` -1. Filters of greedy decoding, which
+    have no effect, are off as well where they are impossible. Fields that would change the text and are not supported
+    are logged as warnings.
 
     Raises:
-        CheckpointError: a value is not a number or out of range.
+        CheckpointError: a value is not a number or out of range, and the file says `do_sample`.
     """
     path = directory / "generation_config.json"
     data = read_json(path) if path.exists() else {}
-    sampled = bool(data.get("do_sample"))
+    for name, neutral in _NOT_APPLIED.items():
+        if data.get(name) is not None and data[name] not in neutral:
+            logging.getLogger(__name__).warning("%s: %s=%r is not supported and not applied", path, name, data[name])
+    try:
+        sampling = _sampling(data)
+    except ValueError as error:
+        if data.get("do_sample"):
+            raise CheckpointError(f"{path}: {error}") from None
+        return Sampling()
+    return sampling if data.get("do_sample") else dataclasses.replace(sampling, temperature=0.0)
+
+
+def _sampling(data: dict[str, Any]) -> Sampling:
+    """The fields of a generation_config.json that choose how to sample."""
     off = dataclasses.asdict(Sampling(temperature=1.0))
     values = {name: default if data.get(name) is None else data[name] for name, default in off.items()}
     wrong = [name for name, value in values.items() if isinstance(value, bool) or not isinstance(value, int | float)]
     if wrong:
-        raise CheckpointError(f"{path}: expected numbers for {', '.join(f'{n}={values[n]!r}' for n in wrong)}")
-    for name, neutral in _NOT_APPLIED.items():
-        if data.get(name) is not None and data[name] not in neutral:
-            logging.getLogger(__name__).warning("%s: %s=%r is not supported and not applied", path, name, data[name])
-    values["top_k"] = int(values["top_k"])
-    try:
-        return Sampling(**{**values, **({} if sampled else {"temperature": 0.0})})
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise ValueError(f"expected numbers for {', '.join(f'{n}={values[n]!r}' for n in wrong)}")
+    values["top_k"] = 0 if values["top_k"] == -1 else int(values["top_k"])
+    return Sampling(**values)

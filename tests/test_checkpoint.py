@@ -16,6 +16,7 @@ from jetspec_jax.cache import KVCache
 from jetspec_jax.checkpoint import (
     CheckpointError,
     eos_ids,
+    head_config,
     hf_tensors,
     load_head_model,
     load_target_model,
@@ -233,9 +234,43 @@ def test_a_parent_term_that_the_config_and_the_file_do_not_agree_on_is_refused(h
 
 
 def test_the_requested_dtype_wins_over_the_files(target):
-    """`dtype` None keeps the file's; any other is converted to."""
+    """`dtype` None is config.json's, which `save_target` makes the file's; any other is converted to."""
     leaves = hf_tensors(load_target_model(target, jnp.bfloat16)).values()
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_without_a_requested_dtype_the_configs_holds_for_every_tensor(target, field):
+    """As in transformers, under either name; here the norms are stored in float32 and the matrices are not."""
+    tensors = {
+        n: x.astype(jnp.bfloat16) if x.ndim > 1 else x for n, x in load_file(target / "model.safetensors").items()
+    }
+    save_file(tensors, target / "model.safetensors")
+    edit(target, **{"dtype": None, field: "bfloat16"})
+    leaves = hf_tensors(load_target_model(target, None)).values()
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+    edit(target, **{field: "int8"})
+    refused(load_target_model, target, target / "config.json", "dtype 'int8' is none of float32", "give dtype=")
+
+
+def test_tensors_of_several_dtypes_are_refused_where_nothing_says_which(target):
+    """Mixed, they would fail while decoding; of one dtype, they keep it."""
+    edit(target, dtype=None)
+    tensors = load_file(target / "model.safetensors")
+    same_bytes(tensors, hf_tensors(load_target_model(target, None)))
+    name = "model.embed_tokens.weight"
+    save_file(tensors | {name: tensors[name].astype(jnp.bfloat16)}, target / "model.safetensors")
+    refused(load_target_model, target, target, "tensors are BF16, F32", "give dtype=")
+    assert load_target_model(target, jnp.dtype("float32")).model.embed_tokens.weight.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("value", ["2", 2.0, True, [2, "3"], {"id": 2}])
+def test_end_of_sequence_ids_that_are_none_are_refused_by_file(target, file, value):
+    """A string, a fraction, a truth value, also inside a list."""
+    (target / file).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=rf"{file}: eos_token_id must be a token id or a list of them, got"):
+        eos_ids(target)
 
 
 def shard(directory):
@@ -258,6 +293,15 @@ def test_shards_with_an_index_load_like_one_file(saved, target):
     shard(target)
     whole, sharded = (hf_tensors(load_target_model(x, None)) for x in (saved / "target", target))
     same_bytes(whole, sharded)
+
+
+def test_a_model_saved_over_shards_is_the_one_that_loads(target):
+    """Their index stays behind; the single file wins, as in transformers."""
+    shard(target)
+    model = jax.tree.map(lambda x: x + 1, load_target_model(target, None))
+    save_target(target, model)
+    assert (target / INDEX).exists()
+    same_bytes(hf_tensors(model), hf_tensors(load_target_model(target, None)))
 
 
 def refused(load, directory, *parts):
@@ -319,6 +363,14 @@ def test_an_index_without_a_map_lists_every_tensor_as_missing(target):
     (target / INDEX).write_text("{}")
     message = refused(load_target_model, target, target)
     assert message.count("missing ") == len(hf_tensors(filled(TargetModel, TARGET)))
+
+
+@pytest.mark.parametrize("names", [["model.norm.weight"], {"model.norm.weight": 1}, None])
+def test_an_index_whose_map_is_none_is_refused_by_name(target, names):
+    """A list, a file that is no name, null."""
+    shard(target)
+    (target / INDEX).write_text(json.dumps({"weight_map": names}))
+    refused(load_target_model, target, target / INDEX, "weight_map")
 
 
 @pytest.mark.parametrize("kept", [0.0, 4, 0.02, 0.5, -1])
@@ -422,11 +474,9 @@ def test_a_missing_size_is_refused_by_name(target, field):
         refused(load_target_model, target, target / "config.json", field)
 
 
-@pytest.mark.parametrize(
-    "field", ["target_layer_ids", "mask_token_id", "causal_head", "block_size", "num_target_layers"]
-)
+@pytest.mark.parametrize("field", ["target_layer_ids", "mask_token_id", "block_size", "num_target_layers"])
 def test_a_head_without_a_layout_key_is_refused_by_name(head, field):
-    """The layout decides what slots mean; it is never guessed."""
+    """The layout decides what slots mean; it is not guessed."""
     edit(head, **{field: None})
     edit_layout(head, **{field: None})
     refused(load_head_model, head, head / "config.json", field)
@@ -591,10 +641,56 @@ def test_who_may_read_the_config_may_read_the_weights(saved):
         assert config == weights
 
 
-def test_two_names_of_causality_that_disagree_are_refused(head):
-    """vLLM's `causal` beside `causal_head`; without it a head reads as before."""
-    edit_layout(head, causal=None)
-    assert load_head_model(head, None).config == HEAD
-    edit_layout(head, causal=False)
-    with pytest.raises(CheckpointError, match="dflash_config says causal=False and causal_head=True"):
-        load_head_model(head, None)
+@pytest.mark.parametrize("own", [True, False, None])
+@pytest.mark.parametrize("mirror", [True, False, None])
+def test_a_head_is_causal_where_it_says_so_under_either_name(head, own, mirror):
+    """vLLM's `causal` alone is enough, and without either a head is bidirectional; two that disagree are refused."""
+    edit_layout(head, causal_head=own, causal=mirror)
+    if None not in (own, mirror) and own != mirror:
+        with pytest.raises(CheckpointError, match=f"dflash_config says causal={mirror} and causal_head={own}"):
+            head_config(head)
+    else:
+        assert head_config(head) == dataclasses.replace(HEAD, causal_head=bool(own or mirror))
+
+
+def test_the_config_of_a_published_dflash_head_is_read():
+    """As z-lab writes it: no causality, fields of Qwen3 that say nothing new."""
+    config = HeadConfig.from_hf({
+        "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "attention_bias": False, "attention_dropout": 0.0, "block_size": 16, "bos_token_id": 151643,
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}, "dtype": "bfloat16",
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560,
+        "initializer_range": 0.02, "intermediate_size": 9728, "layer_types": ["full_attention"] * 5,
+        "max_position_embeddings": 40960, "max_window_layers": 5, "model_type": "qwen3", "num_attention_heads": 32,
+        "num_hidden_layers": 5, "num_key_value_heads": 8, "num_target_layers": 36, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+        "transformers_version": "4.57.3", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    })  # fmt: skip
+    assert not config.causal_head
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (16, 151669, (1, 9, 17, 25, 33))
+
+
+# What well-known checkpoints hold beside the architecture: SmolLM2, transformers 4.48 and Qwen3-Coder.
+KNOWN = {
+    "is_llama_config": True, "rope_interleaved": False, "_attn_implementation_autoset": True,
+    "transformers.js_config": {"dtype": "q4"}, "qkv_bias": False, "shared_expert_intermediate_size": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [TARGET, MOE, LLAMA])
+def test_fields_of_known_checkpoints_that_change_nothing_are_read_past(config):
+    """Those that could change something at the one value that is understood."""
+    data = {**config.to_hf(), **KNOWN, "use_qk_norm": config is not LLAMA}
+    assert TargetConfig.from_hf(data) == config
+    for field, value in {"rope_interleaved": True, "qkv_bias": True, "shared_expert_intermediate_size": 8,
+                         "use_qk_norm": config is LLAMA}.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f"unsupported fields: {field}={value}"):
+            TargetConfig.from_hf({**data, field: value})
+
+
+def test_rotary_frequencies_stored_as_tensors_are_read_past(target):
+    """Checkpoints of Llama 2's time hold them in every layer; they follow from the config."""
+    tensors = load_file(target / "model.safetensors")
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    save_file(tensors | {name: jnp.ones(2)}, target / "model.safetensors")
+    same_bytes(tensors, hf_tensors(load_target_model(target, None)))

@@ -130,6 +130,14 @@ def test_a_snapshot_that_is_there_in_part_is_refused_with_what_is_missing(saved,
         load_target("Org/target::nowhere")
 
 
+def test_a_single_file_is_whole_whatever_an_index_beside_it_names(saved, hub):
+    """It is what is read."""
+    snapshot = cached(hub, "Org/target", saved / "target")
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_checkpoint("Org/target") == snapshot
+
+
 def test_offline_and_not_cached_says_what_was_tried(hub):
     """Directory, cache and network, and what to do; one line."""
     for load in (load_target, load_draft_head):
@@ -176,6 +184,56 @@ def test_what_is_not_cached_is_downloaded_without_pickles_or_other_folders(saved
              "inner/model.safetensors"]  # fmt: skip
     kept = list(huggingface_hub.utils.filter_repo_objects([prefix + file for file in files], **options))
     assert kept == [prefix + file for file in files[:6]]
+
+
+TEXT = ["generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize("subfolder", ["", "part"])
+def test_what_a_cached_target_lacks_of_its_text_is_asked_for_at_the_same_commit(saved, hub, monkeypatch, subfolder):
+    """transformers' models cache weights alone; those are not asked for again. Heads have no text."""
+    snapshot = cached(hub, "Org/target", saved / "target", subfolder=subfolder)
+    for file in TEXT:
+        (snapshot / subfolder / file).unlink()
+    calls = []
+
+    def download(name, *, local_files_only=False, **options):
+        if not local_files_only:
+            calls.append(options)
+            cached(hub, name, saved / "target", commit=options["revision"], subfolder=subfolder)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    name = f"Org/target::{subfolder}" if subfolder else "Org/target"
+    find_checkpoint(name)
+    assert not calls
+    target = load_target(name)
+    assert (target.tokenizer is not None, target.eos_token_ids) == (True, (2,))
+    load_target(name)
+    [options] = calls
+    assert options.pop("revision") == snapshot.name
+    prefix = f"{subfolder}/" if subfolder else ""
+    files = [prefix + file for file in [*TEXT, "config.json", "model.safetensors", "inner/tokenizer.json"]]
+    assert list(huggingface_hub.utils.filter_repo_objects(files, **options)) == files[:3]
+
+
+@pytest.mark.parametrize("file", TEXT)
+def test_a_target_whose_text_cannot_be_had_loads_without(saved, hub, monkeypatch, file):
+    """The repository may have none, and the network may fail."""
+    snapshot = cached(hub, "Org/target", saved / "target")
+    (snapshot / file).unlink()
+    assert find_checkpoint("Org/target", text=True) == snapshot  # offline, by the library itself
+    asked = []
+
+    def download(name, *, local_files_only=False, **options):
+        if not local_files_only:
+            asked.append(name)
+            raise RuntimeError("connection reset")
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_checkpoint("Org/target", text=True) == snapshot
+    assert asked == ["Org/target"]
 
 
 @pytest.mark.parametrize("path", ["nowhere", "./org/name", "a/b/c", "/org/name", "~/name", "org/"])
@@ -231,6 +289,10 @@ QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
         ({"do_sample": True}, Sampling(1.0)),
         ({"do_sample": True, "temperature": None, "top_k": None, "min_p": 0.1}, Sampling(1.0, min_p=0.1)),
         ({"do_sample": True, "repetition_penalty": 1.0}, Sampling(1.0)),
+        ({"do_sample": True, "top_k": -1}, Sampling(1.0)),
+        ({"do_sample": False, "top_k": -1, "top_p": 0.9}, Sampling(0.0, top_p=0.9)),
+        ({"do_sample": False, "top_k": 20, "top_p": 0}, Sampling()),
+        ({"temperature": "warm"}, Sampling()),
     ],
 )
 def test_sampling_defaults_are_the_files(tmp_path, fields, want):
@@ -240,18 +302,37 @@ def test_sampling_defaults_are_the_files(tmp_path, fields, want):
     assert sampling_defaults(tmp_path) == want
 
 
-@pytest.mark.parametrize("fields", [{"temperature": "warm"}, {"top_p": 1.5}, {"top_k": True}, {"min_p": [0.1]}])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": "warm"}, {"top_p": 1.5}, {"top_k": True}, {"top_k": -2}, {"min_p": [0.1]}]
+)
 def test_impossible_sampling_defaults_are_refused_by_file_and_field(tmp_path, fields):
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, **fields}))
     with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{next(iter(fields))}"):
         sampling_defaults(tmp_path)
 
 
-def test_sampling_that_is_not_supported_is_logged(tmp_path, caplog):
-    """It would change the text; unseen it must not be dropped."""
-    (tmp_path / "generation_config.json").write_text(json.dumps({**QWEN3, "repetition_penalty": 1.05}))
-    assert sampling_defaults(tmp_path) == Sampling(0.6, 20, 0.95)
-    assert "repetition_penalty=1.05 is not supported and not applied" in caplog.text
+@pytest.mark.parametrize(
+    ("field", "value", "off"),
+    [("repetition_penalty", 1.05, 1.0), ("presence_penalty", 1.5, 0.0), ("frequency_penalty", 0.5, 0),
+     ("suppress_tokens", [1, 2], []), ("bad_words_ids", [[3]], []), ("min_new_tokens", 4, 0)],
+)  # fmt: skip
+def test_sampling_that_is_not_supported_is_logged(tmp_path, caplog, field, value, off):
+    """It would change the text; unseen it must not be dropped. What is off is not worth a word."""
+    for setting in (off, None, value):
+        assert not caplog.text
+        (tmp_path / "generation_config.json").write_text(json.dumps({**QWEN3, field: setting}))
+        assert sampling_defaults(tmp_path) == Sampling(0.6, 20, 0.95)
+    assert f"{field}={value} is not supported and not applied" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_a_broken_tokenizer_is_refused_with_its_directory_before_the_weights_are_read(saved, tmp_path, text):
+    """Whatever the library raises; the weights here are none."""
+    directory = shutil.copytree(saved / "target", tmp_path / "target")
+    (directory / "tokenizer.json").write_text(text)
+    (directory / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{directory}: its tokenizer cannot be loaded"):
+        load_target(directory)
 
 
 def test_a_loaded_target_carries_its_defaults(saved, tmp_path):
