@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 import sys
 from typing import Any, NamedTuple
 
@@ -104,10 +105,11 @@ def export(directory: pathlib.Path, head: DraftHead) -> None:
     if jax.process_index() > 0:
         return
     directory.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(part, ignore_errors=True)  # a kill leaves it, with files whose names are not known here
     save_draft_head(part, whole)
     for name in (WEIGHTS, "config.json"):
         (part / name).replace(directory / name)
-    part.rmdir()
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def _whole(x: jax.Array) -> Any:
