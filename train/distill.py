@@ -124,11 +124,11 @@ class _Run:
             if ended or number or step % config.log_every == 0:
                 report = self._report(step, window)
             failing = report.get("skipped_in_a_row", 0) >= MAX_SKIPPED
-            evaluates = not number and (ended or step % (config.eval_every or config.steps) == 0)
+            evaluates = ended or step % (config.eval_every or config.steps) == 0
             if ended or number or failing or evaluates or step % config.save_every == 0:
                 jax.block_until_ready(state)  # steps under way belong to the window, and what follows does not
                 started = time.perf_counter()
-                self._save(step, state, batches, self._evaluate(step, state) if evaluates else None)
+                self._save(step, state, batches, evaluates)
                 window.pause(time.perf_counter() - started)
             if number or failing:
                 self.checkpoints.wait()
@@ -152,16 +152,25 @@ class _Run:
         self.log.report(step, {"tau": taus, "evaluation_seconds": round(time.perf_counter() - started, 2)})
         return taus
 
-    def _save(
-        self, step: int, state: TrainState, batches: grain.DatasetIterator[Packed], taus: dict[str, float] | None
-    ) -> None:
-        """A checkpoint and the head; the head as the best one too, when it is."""
-        tau = None if taus is None else deciding(taus)
-        self.checkpoints.save(step, state, batches, tau)
-        export(self.out, state.head)
+    def _save(self, step: int, state: TrainState, batches: grain.DatasetIterator[Packed], evaluates: bool) -> None:
+        """A checkpoint and the head; the head as the best one too, when it is.
+
+        An evaluation that fails costs no step: its error is raised when the state is saved.
+        """
+        try:
+            taus = self._evaluate(step, state) if evaluates else None
+        except Exception:
+            self._write(step, state, batches, None)
+            self.checkpoints.wait()
+            raise
+        self._write(step, state, batches, None if taus is None else deciding(taus))
+
+    def _write(self, step: int, state: TrainState, batches: grain.DatasetIterator[Packed], tau: float | None) -> None:
         if tau is not None and (self.best is None or tau > self.best):
             self.best = tau
-            export(self.out / BEST, state.head)
+            export(self.out / BEST, state.head)  # first: a resume takes the checkpoint's tau as one whose head is there
+        self.checkpoints.save(step, state, batches, tau)
+        export(self.out, state.head)
 
 
 def _record(out: pathlib.Path, setup: Setup, continued: bool) -> None:
