@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import grain
 import jax
@@ -29,6 +29,7 @@ from kernels.topology import CHIPS
 from train import distributed
 from train.argmax_share import low_share_warning
 from train.checkpoints import Checkpoints, export
+from train.command import given_config, parse_flags
 from train.config import DistillConfig
 from train.data import Packed
 from train.files import locked
@@ -39,7 +40,7 @@ from train.plan import plan_run
 from train.run_record import CHECKPOINTS, RunRecord, to_continue
 from train.setup import Setup, check_config, derived, fingerprint, make_setup, versions
 from train.step import MAX_SKIPPED, TrainState, train_step
-from train.tau import HeldOut, deciding, held_out
+from train.tau import HeldOut, deciding, held_out, held_out_prompts
 
 BEST = "best"
 
@@ -74,13 +75,14 @@ def distill(config: DistillConfig, *, resume: str = "never") -> pathlib.Path:
         Diverged: ten steps in a row were not finite; the state is saved.
     """
     check_config(config)
-    out = pathlib.Path(config.out)
+    prompts = held_out_prompts(config)
+    out = pathlib.Path(config.out).expanduser()
     continued = to_continue(out, resume)
     _everyone("looked at the run directory")
     out.mkdir(parents=True, exist_ok=True)
     with locked(out) if jax.process_index() == 0 else contextlib.nullcontext():
         setup = make_setup(config)
-        evaluation = held_out(config, setup.target, setup.documents.enable_thinking)
+        evaluation = held_out(config, prompts, setup.target, setup.documents.enable_thinking)
         _record(out, setup, continued)
         with contextlib.closing(Checkpoints(out / CHECKPOINTS, config.keep_last)) as checkpoints:
             batches = setup.batches()
@@ -180,13 +182,13 @@ def _record(out: pathlib.Path, setup: Setup, continued: bool) -> None:
         RunRecord.read(out).check_same(out, marks)
     numbers = derived(setup)
     for warning in setup.documents.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        _say(f"warning: {warning}", sys.stderr)
     if not continued:
         share = setup.argmax_share()
         numbers["argmax_share"] = round(share, 4)
         low = low_share_warning(share)
         if low:
-            print(f"warning: {low}", file=sys.stderr)
+            _say(f"warning: {low}", sys.stderr)
     config = dataclasses.asdict(setup.config)
     _say(json.dumps({"config": config, "derived": numbers}, indent=2))
     _everyone("read the record")
@@ -225,10 +227,10 @@ def _everyone(what: str) -> None:
         multihost_utils.sync_global_devices(what)
 
 
-def _say(text: str) -> None:
-    """Prints it once, however many processes there are."""
+def _say(text: str, file: TextIO | None = None) -> None:
+    """Prints it once, however many processes there are; to stdout where no file is given."""
     if jax.process_index() == 0:
-        print(text, flush=True)
+        print(text, file=file, flush=True)
 
 
 def main(argv: list[str]) -> None:
@@ -239,10 +241,11 @@ def main(argv: list[str]) -> None:
     if flags.FLAGS.compilation_cache:
         enable_compilation_cache()
     try:
+        config = given_config(DistillConfig)
         if flags.FLAGS.plan:
-            raise SystemExit(plan_run(flags.FLAGS.config, flags.FLAGS.chip, flags.FLAGS.devices))
+            raise SystemExit(plan_run(config, flags.FLAGS.chip, flags.FLAGS.devices))
         distributed.join(**{name: getattr(flags.FLAGS, name) for name in distributed.FLAGS})
-        out = distill(flags.FLAGS.config, resume=flags.FLAGS.resume)
+        out = distill(config, resume=flags.FLAGS.resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -278,16 +281,6 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_bool(
         "compilation_cache", True, "Keep compiled programs in $XDG_CACHE_HOME/jetspec_jax.", flag_values=values
     )
-
-
-def parse_flags(argv: list[str]) -> list[str]:
-    """What is left of the command line after the flags; exits with 2 where one is unknown."""
-    try:
-        left: list[str] = app.parse_flags_with_usage(argv)
-    except KeyError as error:  # config_flags' word for a field that the config does not have
-        print(f"error: {error.args[0]}; train/config.py lists the fields", file=sys.stderr)
-        raise SystemExit(2) from None
-    return left
 
 
 if __name__ == "__main__":
