@@ -144,6 +144,14 @@ def _render(
         raise ValueError(f"the chat template of {target.path} refuses the messages: {error}") from None
 
 
+def check_text(name: str, text: str) -> None:
+    """Raises ValueError for a text that no tokenizer reads: JSON can write half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half of a character, {text[error.start]!r}") from None
+
+
 def check_messages(messages: object, last: str = "user") -> None:
     """Raises ValueError unless `messages` are `{"role", "content"}` with texts, the last of them by the role `last`.
 
@@ -159,6 +167,7 @@ def check_messages(messages: object, last: str = "user") -> None:
             raise ValueError(f"message {index} has role {role!r}, expected one of {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise ValueError(f"message {index} has content of type {type(content).__name__}, expected a text")
+        check_text(f"message {index}", content)
         if role == "system" and index:
             raise ValueError(f"message {index} is a system message, which must be the first")
     if messages[-1]["role"] != last:

@@ -34,7 +34,7 @@ def target_shape(name: str) -> TargetConfig:
     Raises:
         ValueError: there is neither, or the file describes no target.
     """
-    file = pathlib.Path(name) / "config.json"
+    file = pathlib.Path(name).expanduser() / "config.json"
     if name and file.is_file():
         try:
             return TargetConfig.from_hf(json.loads(file.read_text()))

@@ -64,6 +64,20 @@ def test_sources_truths_and_weights_of_a_case_done_by_hand(gamma):
     assert taught.source.min() >= 0 and taught.source.max() < 12
 
 
+def test_in_a_conversation_only_the_anchors_own_answer_is_learnt():
+    """Two answers with a message between: no slot learns the message, nor across it the second answer, and the token
+    that ends a turn is no anchor."""
+    response = np.array([[0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1]], bool)
+    tokens = np.arange(12, dtype=np.int32)[None]
+    batch = Packed(tokens, tokens, np.ones_like(tokens), response)
+    drawn = sample_blocks(batch, 12, 4, 0.0, np.random.default_rng(0))
+    assert sorted(drawn.anchors[drawn.live]) == [2, 9, 10]
+    blocks = Blocks(np.array([[2, 9, 2]], np.int32), np.array([[0, 0, 1]], np.int32), np.ones((1, 3), bool))
+    taught = supervision(jax.tree.map(jnp.asarray, batch), blocks, 10, 0.0)
+    learnt = [row.tolist() for row in map(np.unique, np.where(taught.weights[0] > 0, taught.truth[0], -1))]
+    assert learnt == [[-1, 3], [-1, 10, 11], [-1, 3]]
+
+
 def log_softmax(logits):
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -192,7 +206,7 @@ def test_a_batch_without_a_live_block_has_loss_zero_and_zero_gradients():
 
 
 def usable():
-    """Response tokens with a successor in their document."""
+    """Response tokens with another after them in their document."""
     batch = packed()
     follows = np.zeros(batch.documents.shape, bool)
     follows[:, :-1] = batch.documents[:, 1:] == batch.documents[:, :-1]

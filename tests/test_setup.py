@@ -9,7 +9,7 @@ from tiny import target_config
 from jetspec_jax import Target
 from jetspec_jax.config import TargetConfig
 from train.config import DistillConfig
-from train.setup import head_layout, with_mask_token
+from train.setup import check_length, head_layout, with_mask_token
 
 
 class Tokenizer:
@@ -39,6 +39,13 @@ def test_the_mask_token_is_the_configs_or_the_tokenizers_or_the_first_free_embed
     for tokenizer in (Tokenizer(64), None):
         with pytest.raises(ValueError, match=r"somewhere: .* set --config.mask_token_id to a reserved one"):
             mask_of(tokenizer)
+
+
+def test_rows_are_no_longer_than_the_target_reads():
+    limit = target_config(64).max_position_embeddings
+    check_length(DistillConfig(length=limit), target_config(64))
+    with pytest.raises(ValueError, match=rf"--config\.length={limit + 1} is over the {limit} tokens"):
+        check_length(DistillConfig(length=limit + 1), target_config(64))
 
 
 def test_a_head_has_the_targets_own_shape_rotary_scaling_included():

@@ -75,6 +75,13 @@ def test_all_answers_of_a_conversation_are_learnt_with_their_end_of_turn(target,
     assert document["tokens"].dtype == np.int32 and document["response"].dtype == bool
 
 
+def test_fields_without_a_value_do_not_count(target, tmp_path):
+    """As tables are written: a file is read as a dataset of the hub is."""
+    turns = [{**message, "tool_calls": None} for message in TURNS]
+    path = write(tmp_path / "chat.jsonl", {"messages": turns, "text": None}, {"messages": None, **GOOD})
+    assert [shown(target, document).count("[") for document in open_documents(path, target)] == [2, 1]
+
+
 def test_a_document_begins_with_the_tokens_that_decoding_would_read(target, tmp_path):
     """The prompt's tokens are those of `chat_prompt`, and the answer's are encoded by themselves, even where the two
     would merge: the template ends in a line break, and so does the answer begin."""
@@ -129,16 +136,18 @@ def test_without_a_template_prompt_and_answer_stand_side_by_side(templated, tmp_
 
 
 def test_every_token_of_a_text_is_learnt_and_token_ids_are_taken_as_they_are(target, tmp_path):
-    """Rows of several kinds may share a file; extra fields do not matter."""
+    """Rows of several kinds may share a file; extra fields do not matter, token ids of an answer among them."""
     rows = (
         {"text": "a b"},
         {"prompt_ids": [7, 8], "token_ids": [9], "index": 3},
         {"prompt_ids": [], "token_ids": [5, 6]},
+        {"messages": TURNS[:2], "token_ids": [5, 6]},
     )
-    text, ids, bare = open_documents(write(tmp_path / "a.jsonl", *rows), target)
+    text, ids, bare, chat = open_documents(write(tmp_path / "a.jsonl", *rows), target)
     assert shown(target, text) == "[a b]"
     assert ids["tokens"].tolist() == [7, 8, 9] and ids["response"].tolist() == [False, False, True]
     assert bare["tokens"].tolist() == [5, 6] and bare["response"].all()
+    assert shown(target, chat).endswith("[<hello><|im_end|>]")
 
 
 BAD = {
@@ -152,7 +161,11 @@ BAD = {
     "message 0 has role 'tool'": {"messages": [{"role": "tool", "content": "x"}, TURNS[1]]},
     "messages must be a list": {"messages": "hi"},
     "token_ids must be a list of at least 1": {"prompt_ids": [1], "token_ids": []},
-    "token_ids must be a list": {"prompt_ids": [1], "token_ids": None},
+    "token_ids must be a list": {"prompt_ids": [1], "token_ids": 2},
+    "expected one of messages.* got fields prompt_ids": {"prompt_ids": [1], "token_ids": None},
+    "text and token_ids are an answer without .* train.regenerate": {"prompt": "hi", "text": "ho", "token_ids": [5]},
+    "text holds half of a character, .*ud83d": {"text": "abc \ud83d def"},
+    "message 1 holds half of a character": {"messages": [TURNS[0], {"role": "assistant", "content": "\ude00"}]},
     "prompt_ids must be integers from 0 to 1023, got .1.5": {"prompt_ids": [1.5], "token_ids": [1]},
     "prompt_ids must be integers": {"prompt_ids": [[1], [1, 2]], "token_ids": [1]},
     "token_ids must be integers from": {"prompt_ids": [1], "token_ids": [1 << 70]},
@@ -284,6 +297,8 @@ def test_prompts_are_texts_or_conversations_up_to_the_users_last_message(tmp_pat
     ("row", "error"),
     [
         ({"question": "hi"}, r"a\.jsonl:1: a row must have prompt or messages \(--prompt-field .*; it has question"),
+        ({"prompt": "hi", "messages": TURNS}, r"a\.jsonl:1: .* not both; --prompt-field messages takes"),
+        ({"prompt": "\ud83d"}, r"a\.jsonl:1: prompt holds half of a character"),
         ({"prompt": ""}, r"a\.jsonl:1: prompt must be a text that is not empty"),
         ({"messages": [TURNS[1]]}, r"a\.jsonl:1: messages must be a list of at least one message"),
         ([], r"a\.jsonl:1: a row must have .* it is \[\]"),

@@ -24,6 +24,7 @@ from ml_collections import config_flags
 import jetspec_jax
 from jetspec_jax.checkpoint import hf_tensors
 from jetspec_jax.head import DraftHead
+from train.command import given_config, parse_flags
 from train.config import DistillConfig
 from train.data import Packed, bucketed_batches, chat_document, packed_batches
 from train.objective import Blocks, sample_blocks
@@ -146,17 +147,15 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     torch.set_num_threads(flags.FLAGS.threads)
-    for packed, matrix_rate in itertools.product((False, True), {flags.FLAGS.config.optimizer.matrix_learning_rate, 0}):
-        config = dataclasses.replace(
-            flags.FLAGS.config,
-            packed=packed,
-            optimizer=dataclasses.replace(flags.FLAGS.config.optimizer, matrix_learning_rate=matrix_rate),
-        )
-        try:
+    try:
+        given = given_config(DistillConfig)
+        for packed, rate in itertools.product((False, True), {given.optimizer.matrix_learning_rate, 0}):
+            optimizer = dataclasses.replace(given.optimizer, matrix_learning_rate=rate)
+            config = dataclasses.replace(given, packed=packed, optimizer=optimizer)
             print(json.dumps(compare(config, flags.FLAGS.batches, flags.FLAGS.turns)), flush=True)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":
@@ -164,4 +163,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("batches", 3, "Different batches, each a step of every turn.", lower_bound=1)
     flags.DEFINE_integer("turns", 15, "Timed turns of each; medians are printed.", lower_bound=1)
     flags.DEFINE_integer("threads", 2, "PyTorch's; XLA takes as many as there are cores.", lower_bound=1)
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import shutil
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grain
@@ -31,7 +34,7 @@ class Checkpoints:
     """The checkpoints in a directory: the newest `keep_last`, and the one with the highest tau.
 
     A checkpoint appears under its final name when it is whole. Saving copies the state to the host and writes it in
-    another thread; an error there is raised by the next `save` or by `wait`.
+    another thread; an error there is raised by the next `save` or by `wait`, as an OSError.
     """
 
     def __init__(self, directory: pathlib.Path, keep_last: int):
@@ -50,7 +53,8 @@ class Checkpoints:
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(_by_name(state)), data=grain.checkpoint.CheckpointSave(batches)
         )
-        self._manager.save(step, args=args, metrics=None if tau is None else {_TAU: tau}, force=True)
+        with _as_os_error(self._directory):
+            self._manager.save(step, args=args, metrics=None if tau is None else {_TAU: tau}, force=True)
 
     def restore(self, abstract: TrainState, batches: grain.DatasetIterator[Any]) -> Restored | None:
         """The newest whole checkpoint, with `batches` put where it was; None when there is none at all.
@@ -86,11 +90,13 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when all is written; raises what went wrong."""
-        self._manager.wait_until_finished()
+        with _as_os_error(self._directory):
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits, and ends the threads."""
-        self._manager.close()
+        with _as_os_error(self._directory):
+            self._manager.close()
 
     def _best(self, steps: list[int]) -> float | None:
         metrics = [self._manager.metrics(step) for step in steps]
@@ -104,10 +110,20 @@ def export(directory: pathlib.Path, head: DraftHead) -> None:
     if jax.process_index() > 0:
         return
     directory.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(part, ignore_errors=True)  # a kill leaves it, with files whose names are not known here
     save_draft_head(part, whole)
     for name in (WEIGHTS, "config.json"):
         (part / name).replace(directory / name)
-    part.rmdir()
+    shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _as_os_error(directory: pathlib.Path) -> Iterator[None]:
+    """What orbax and tensorstore say of files that cannot be written has many types, ValueError among them."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise OSError(f"{directory} cannot be written ({_one_line(error)})") from error
 
 
 def _whole(x: jax.Array) -> Any:

@@ -130,8 +130,8 @@ class _Learnable(grain.transforms.Filter):
         self._epoch, self._refused = epoch, 0
 
     def filter(self, row: Document) -> bool:
-        """Whether some response token has a successor."""
-        kept = bool(row["response"][:-1].any())
+        """Whether some response token is followed by another."""
+        kept = bool((row["response"][:-1] & row["response"][1:]).any())
         self._refused = 0 if kept else self._refused + 1
         if self._refused > 2 * self._epoch:  # the end of one epoch and the beginning of the next may be all the others
             raise ValueError(

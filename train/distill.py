@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import grain
 import jax
@@ -29,6 +29,7 @@ from kernels.topology import CHIPS
 from train import distributed
 from train.argmax_share import low_share_warning
 from train.checkpoints import Checkpoints, export
+from train.command import given_config, parse_flags
 from train.config import DistillConfig
 from train.data import Packed
 from train.files import locked
@@ -39,7 +40,7 @@ from train.plan import plan_run
 from train.run_record import CHECKPOINTS, RunRecord, to_continue
 from train.setup import Setup, check_config, derived, fingerprint, make_setup, versions
 from train.step import MAX_SKIPPED, TrainState, train_step
-from train.tau import HeldOut, deciding, held_out
+from train.tau import HeldOut, deciding, held_out, held_out_prompts
 
 BEST = "best"
 
@@ -74,13 +75,14 @@ def distill(config: DistillConfig, *, resume: str = "never") -> pathlib.Path:
         Diverged: ten steps in a row were not finite; the state is saved.
     """
     check_config(config)
-    out = pathlib.Path(config.out)
+    prompts = held_out_prompts(config)
+    out = pathlib.Path(config.out).expanduser()
     continued = to_continue(out, resume)
     _everyone("looked at the run directory")
     out.mkdir(parents=True, exist_ok=True)
     with locked(out) if jax.process_index() == 0 else contextlib.nullcontext():
         setup = make_setup(config)
-        evaluation = held_out(config, setup.target, setup.documents.enable_thinking)
+        evaluation = held_out(config, prompts, setup.target, setup.documents.enable_thinking)
         _record(out, setup, continued)
         with contextlib.closing(Checkpoints(out / CHECKPOINTS, config.keep_last)) as checkpoints:
             batches = setup.batches()
@@ -124,11 +126,11 @@ class _Run:
             if ended or number or step % config.log_every == 0:
                 report = self._report(step, window)
             failing = report.get("skipped_in_a_row", 0) >= MAX_SKIPPED
-            evaluates = not number and (ended or step % (config.eval_every or config.steps) == 0)
+            evaluates = ended or step % (config.eval_every or config.steps) == 0
             if ended or number or failing or evaluates or step % config.save_every == 0:
                 jax.block_until_ready(state)  # steps under way belong to the window, and what follows does not
                 started = time.perf_counter()
-                self._save(step, state, batches, self._evaluate(step, state) if evaluates else None)
+                self._save(step, state, batches, evaluates)
                 window.pause(time.perf_counter() - started)
             if number or failing:
                 self.checkpoints.wait()
@@ -152,16 +154,25 @@ class _Run:
         self.log.report(step, {"tau": taus, "evaluation_seconds": round(time.perf_counter() - started, 2)})
         return taus
 
-    def _save(
-        self, step: int, state: TrainState, batches: grain.DatasetIterator[Packed], taus: dict[str, float] | None
-    ) -> None:
-        """A checkpoint and the head; the head as the best one too, when it is."""
-        tau = None if taus is None else deciding(taus)
-        self.checkpoints.save(step, state, batches, tau)
-        export(self.out, state.head)
+    def _save(self, step: int, state: TrainState, batches: grain.DatasetIterator[Packed], evaluates: bool) -> None:
+        """A checkpoint and the head; the head as the best one too, when it is.
+
+        An evaluation that fails costs no step: its error is raised when the state is saved.
+        """
+        try:
+            taus = self._evaluate(step, state) if evaluates else None
+        except Exception:
+            self._write(step, state, batches, None)
+            self.checkpoints.wait()
+            raise
+        self._write(step, state, batches, None if taus is None else deciding(taus))
+
+    def _write(self, step: int, state: TrainState, batches: grain.DatasetIterator[Packed], tau: float | None) -> None:
         if tau is not None and (self.best is None or tau > self.best):
             self.best = tau
-            export(self.out / BEST, state.head)
+            export(self.out / BEST, state.head)  # first: a resume takes the checkpoint's tau as one whose head is there
+        self.checkpoints.save(step, state, batches, tau)
+        export(self.out, state.head)
 
 
 def _record(out: pathlib.Path, setup: Setup, continued: bool) -> None:
@@ -171,13 +182,13 @@ def _record(out: pathlib.Path, setup: Setup, continued: bool) -> None:
         RunRecord.read(out).check_same(out, marks)
     numbers = derived(setup)
     for warning in setup.documents.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        _say(f"warning: {warning}", sys.stderr)
     if not continued:
         share = setup.argmax_share()
         numbers["argmax_share"] = round(share, 4)
         low = low_share_warning(share)
         if low:
-            print(f"warning: {low}", file=sys.stderr)
+            _say(f"warning: {low}", sys.stderr)
     config = dataclasses.asdict(setup.config)
     _say(json.dumps({"config": config, "derived": numbers}, indent=2))
     _everyone("read the record")
@@ -216,10 +227,10 @@ def _everyone(what: str) -> None:
         multihost_utils.sync_global_devices(what)
 
 
-def _say(text: str) -> None:
-    """Prints it once, however many processes there are."""
+def _say(text: str, file: TextIO | None = None) -> None:
+    """Prints it once, however many processes there are; to stdout where no file is given."""
     if jax.process_index() == 0:
-        print(text, flush=True)
+        print(text, file=file, flush=True)
 
 
 def main(argv: list[str]) -> None:
@@ -230,10 +241,11 @@ def main(argv: list[str]) -> None:
     if flags.FLAGS.compilation_cache:
         enable_compilation_cache()
     try:
+        config = given_config(DistillConfig)
         if flags.FLAGS.plan:
-            raise SystemExit(plan_run(flags.FLAGS.config, flags.FLAGS.chip, flags.FLAGS.devices))
+            raise SystemExit(plan_run(config, flags.FLAGS.chip, flags.FLAGS.devices))
         distributed.join(**{name: getattr(flags.FLAGS, name) for name in distributed.FLAGS})
-        out = distill(flags.FLAGS.config, resume=flags.FLAGS.resume)
+        out = distill(config, resume=flags.FLAGS.resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -269,16 +281,6 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_bool(
         "compilation_cache", True, "Keep compiled programs in $XDG_CACHE_HOME/jetspec_jax.", flag_values=values
     )
-
-
-def parse_flags(argv: list[str]) -> list[str]:
-    """What is left of the command line after the flags; exits with 2 where one is unknown."""
-    try:
-        left: list[str] = app.parse_flags_with_usage(argv)
-    except KeyError as error:  # config_flags' word for a field that the config does not have
-        print(f"error: {error.args[0]}; train/config.py lists the fields", file=sys.stderr)
-        raise SystemExit(2) from None
-    return left
 
 
 if __name__ == "__main__":

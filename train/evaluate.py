@@ -31,19 +31,22 @@ def score(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Shares solved by kind of problem, and tau over all, of `infer.generate --json` rows.
 
     Raises:
-        ValueError: a row answers no held-out problem.
+        ValueError: there are no rows, or one answers no held-out problem.
     """
     known = {p.prompt: p for p in itertools.islice(problems(_SEED, split="held_out"), _SEARCHED)}
     right: dict[str, list[bool]] = collections.defaultdict(list)
     accepted, tokens = [], 0
     for row in answers:
-        if row["prompt"] not in known:
-            raise ValueError(f"not a held-out problem: {row['prompt'][:60]!r}; make prompts with `prompts`")
-        problem = known[row["prompt"]]
+        asked = row["prompt"] if isinstance(row, dict) else row
+        if not isinstance(asked, str) or asked not in known:
+            raise ValueError(f"not a held-out problem: {str(asked)[:60]!r}; make prompts with `prompts`")
+        problem = known[asked]
         right[problem.kind].append(solved(problem, row["text"]))
         accepted += row["accepted_lengths"]
         tokens += len(row["token_ids"])
     everything = list(itertools.chain.from_iterable(right.values()))
+    if not everything:
+        raise ValueError("no answers; expected what infer.generate --json prints")
     return {
         "prompts": len(everything),
         "solved": sum(everything) / len(everything),

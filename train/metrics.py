@@ -24,7 +24,10 @@ TENSORBOARD = "tensorboard"
 
 
 class Window:
-    """The steps since the last report. Nothing is fetched from the device before `summary`."""
+    """The steps since the last report. Nothing is fetched from the device before `summary`.
+
+    At most two steps are under way, so that a signal is seen soon and the device has always one to go on with.
+    """
 
     def __init__(self) -> None:
         self._steps: list[StepMetrics] = []
@@ -32,8 +35,9 @@ class Window:
         self._started = time.perf_counter()
 
     def add(self, metrics: StepMetrics, flops: float) -> None:
-        """Counts a step that has been dispatched, and the FLOPs that it needs."""
+        """Counts a step that has been dispatched, and the FLOPs that it needs; waits for the step before the last."""
         self._steps.append(metrics)
+        jax.block_until_ready(self._steps[-3:-2])
         self._flops += flops
 
     def pause(self, seconds: float) -> None:

@@ -81,7 +81,9 @@ class BlockMetrics(NamedTuple):
 
 
 def sample_blocks(batch: Packed, anchors: int, block_size: int, mixed_fill: float, rng: np.random.Generator) -> Blocks:
-    """Random anchors among response tokens that have a successor; a share `mixed_fill` of the blocks is filled.
+    """Random anchors among response tokens that another follows; a share `mixed_fill` of the blocks is filled.
+
+    The last token of an answer is none: decoding ends there.
 
     A row with fewer usable tokens than `anchors` repeats none: its surplus blocks are not live.
     """
@@ -89,6 +91,7 @@ def sample_blocks(batch: Packed, anchors: int, block_size: int, mixed_fill: floa
     anchors = min(anchors, length)
     successor = np.zeros((rows, length), bool)
     successor[:, :-1] = (batch.documents[:, 1:] == batch.documents[:, :-1]) & (batch.documents[:, :-1] > 0)
+    successor[:, :-1] &= batch.response[:, 1:]
     usable = batch.response & successor
     order = np.argsort(rng.random((rows, length)) + ~usable, axis=1)[:, :anchors]
     live = np.take_along_axis(usable, order, axis=1)
@@ -109,9 +112,10 @@ def supervision(batch: Packed, blocks: Blocks, block_size: int, gamma: float) ->
 
     A MASK slot i learns the distribution of token anchor + i, which the target gives at anchor + i - 1. A filled
     slot already knows its own token and learns the one after it; the anchor counts as filled in filled blocks and
-    learns nothing in others. A slot whose predicted token lies past its document learns nothing. Weights decay
-    with the distance from the anchor to the predicted token: exp(-(distance - 1) / gamma). The parent of a slot's
-    token is the true one before it, whether the slot's block shows it or not (teacher forcing).
+    learns nothing in others. A slot whose predicted token lies past its document, or past the answer that the anchor
+    is in, learns nothing. Weights decay with the distance from the anchor to the predicted token:
+    exp(-(distance - 1) / gamma). The parent of a slot's token is the true one before it, whether the slot's block
+    shows it or not (teacher forcing).
     """
     length = batch.tokens.shape[1]
     slots = jnp.arange(block_size)[None, None]
@@ -121,7 +125,8 @@ def supervision(batch: Packed, blocks: Blocks, block_size: int, gamma: float) ->
     source = blocks.anchors[..., None] + ahead
     document = _at(batch.documents, blocks.anchors)[..., None]
     predicted = jnp.clip(source + 1, 0, length - 1)
-    inside = (source + 1 < length) & (_at(batch.documents, predicted) == document)
+    inside = (source + 1 < length) & (_at(batch.documents, predicted) == document) & _at(batch.response, predicted)
+    inside = jnp.cumprod(inside, axis=-1, dtype=jnp.int32) > 0  # the answer to the next message is another's
     counted = inside & blocks.live[..., None] & ((slots > 0) | (filled > 0))
     decay = jnp.exp(-ahead.astype(jnp.float32) / gamma) if gamma else jnp.ones(ahead.shape)
     source = jnp.clip(source, 0, length - 1)

@@ -154,6 +154,8 @@ def _supervision(batch: Packed, blocks: Blocks, size: int) -> tuple[torch.Tensor
     following = (source + 1).clamp(max=length - 1).reshape(rows, -1)
     documents = batch.documents.gather(1, blocks.anchors)[..., None]
     inside = (source + 1 < length) & (batch.documents.gather(1, following).reshape(source.shape) == documents)
+    inside &= batch.response.gather(1, following).reshape(source.shape)
+    inside = inside.cumprod(-1).bool()
     return source.clamp(0, length - 1), inside & blocks.live[..., None] & ((slots > 0) | (filled > 0))
 
 

@@ -25,13 +25,13 @@ from jetspec_jax.target import TargetModel
 from kernels.hlo import Work, roofline, work
 from kernels.topology import CHIPS, Chip, gpu_devices
 from train.chunked import automatic_chunk
-from train.config import DistillConfig, check_fill
+from train.config import DistillConfig
 from train.data import Packed
 from train.flops import step_flops
 from train.objective import Blocks
 from train.optimizer import make_optimizer
 from train.placing import check_rows
-from train.setup import check_config, head_layout, make_objective
+from train.setup import check_config, check_length, head_layout, make_objective
 from train.step import new_state, state_shardings, train_step
 from train.upgrade import only, with_layout
 
@@ -185,7 +185,7 @@ def _line(name: str, value: float, digits: int = 2) -> str:
 
 
 def _check(config: DistillConfig, target: TargetConfig, head: HeadConfig, mesh: Mesh) -> None:
-    check_fill(config.mixed_fill, config.causal_head)
+    check_length(config, target)
     check_rows(config.batch_size, config.micro_batches, mesh)
     if problems := misfits(target, mesh) + misfits(head, mesh):
         raise ValueError(f"{config.target} cannot be split over {describe(mesh.shape)}: {'; '.join(problems)}")

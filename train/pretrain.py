@@ -12,7 +12,7 @@ import grain
 import jax
 import jax.numpy as jnp
 import optax
-from absl import app, flags
+from absl import app
 from flax import nnx
 from ml_collections import config_flags
 from transformers import PreTrainedTokenizerBase
@@ -20,8 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from jetspec_jax.checkpoint import save_target
 from jetspec_jax.config import TargetConfig
 from jetspec_jax.target import TargetModel
+from train.command import given_config, parse_flags
 from train.config import PretrainConfig, check_positive
 from train.data import Document, Packed, bucketed_batches, chat_document
+from train.files import locked
 from train.optimizer import make_optimizer
 from train.packed import target_forward
 from train.tasks import problems
@@ -60,10 +62,22 @@ def training_documents(config: PretrainConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def pretrain(config: PretrainConfig) -> pathlib.Path:
-    """Trains the tokenizer and the target that `config` describes; returns the checkpoint's directory."""
+    """Trains the tokenizer and the target that `config` describes; returns the checkpoint's directory.
+
+    Raises:
+        ValueError: a field is out of range, or the directory holds a model or is in use.
+    """
     check_positive(config, "steps", "batch_size", "length", "documents", "log_every")
-    out = pathlib.Path(config.out)
+    out = pathlib.Path(config.out).expanduser()
+    if (out / "config.json").exists():
+        raise ValueError(f"{out} already holds a model; give another --config.out")
     out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        _pretrain(config, out)
+    return out
+
+
+def _pretrain(config: PretrainConfig, out: pathlib.Path) -> None:
     stream = problems(config.seed, split="train")
     texts = (text for _ in range(_TOKENIZER_PROBLEMS) for p in [next(stream)] for text in (p.prompt, p.answer))
     tokenizer = train_tokenizer(texts, config.vocab_size)
@@ -112,7 +126,6 @@ def pretrain(config: PretrainConfig) -> pathlib.Path:
                 print(json.dumps(line), file=log, flush=True)
                 print(json.dumps(line), flush=True)
     save_target(out, model, eos_token_ids=(tokenizer.eos_token_id,), tokenizer=tokenizer)
-    return out
 
 
 def main(argv: list[str]) -> None:
@@ -120,7 +133,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:
-        out = pretrain(flags.FLAGS.config)
+        out = pretrain(given_config(PretrainConfig))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -129,4 +142,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     config_flags.DEFINE_config_file("config", "configs/tiny_target.py", "Config file with get_config().")
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

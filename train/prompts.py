@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.chat import Message, chat_prompt, check_messages
+from jetspec_jax.chat import Message, chat_prompt, check_messages, check_text
 from jetspec_jax.engine import check_prompt
 from jetspec_jax.models import Target
 from train.rows import good_rows, left_out, open_rows
@@ -50,11 +50,14 @@ def read_prompts(source: str, field: str | None = None) -> tuple[list[Prompt], l
 def _prompt(row: Any, field: str | None) -> Prompt:
     names = ("prompt", "messages") if field is None else (field,)
     given = [name for name in names if isinstance(row, dict) and name in row]
-    if len(given) != 1:
+    if len(given) == 2:
+        raise ValueError("a row must have prompt or messages, not both; --prompt-field messages takes the conversation")
+    if not given:
         has = f"it has {', '.join(map(str, row))}" if isinstance(row, dict) else f"it is {str(row)[:40]}"
         raise ValueError(f"a row must have {' or '.join(names)} (--prompt-field names another); {has}")
     value = row[given[0]]
     if isinstance(value, str) and value.strip() and given[0] != "messages":
+        check_text(given[0], value)
         return value
     if not isinstance(value, list):
         raise ValueError(f"{given[0]} must be a text that is not empty, or messages; got {str(value)[:40]!r}")

@@ -196,6 +196,9 @@ def run(args: argparse.Namespace) -> Manifest:
         seed=args.seed,
         batch_size=args.batch_size,
     )
+    out: pathlib.Path = args.out.expanduser()
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; give a directory")
     prompts, warnings = read_prompts(args.prompts, args.prompt_field)
     target = jetspec_jax.load_target(args.model, dtype=args.dtype, revision=args.revision)
     head = None if args.draft_head is None else jetspec_jax.load_draft_head(args.draft_head, target)
@@ -216,7 +219,7 @@ def run(args: argparse.Namespace) -> Manifest:
     )
     if not args.no_compilation_cache:
         jetspec_jax.enable_compilation_cache()
-    return regenerate(target, head, rows, manifest, args.out, config)
+    return regenerate(target, head, rows, manifest, out, config)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,7 +35,9 @@ class Rows(Protocol):
 
 
 class JsonLines:
-    """The lines of a JSONL file that are not blank. The file is mapped, not read: only line starts are in memory.
+    """The lines of a JSONL file that are not blank; fields that are null are left out.
+
+    The file is mapped, not read: only line starts are in memory.
 
     Raises:
         ValueError: the file cannot be read.
@@ -66,7 +68,7 @@ class JsonLines:
         start = int(self._starts[index])
         end = self._bytes.find(b"\n", start)
         try:
-            return json.loads(self._bytes[start : end if end >= 0 else len(self._bytes)])
+            return _without_none(json.loads(self._bytes[start : end if end >= 0 else len(self._bytes)]))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON ({error})") from None
 
@@ -117,7 +119,7 @@ class HubDataset:
 
 
 def _without_none(value: Any) -> Any:
-    """A row as its author wrote it: the library gives every row, and every part, the fields of all others."""
+    """A row without fields that hold nothing: tables give every row, and every part, the fields of all others."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value

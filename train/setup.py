@@ -124,16 +124,19 @@ class Setup:
 def make_setup(config: DistillConfig) -> Setup:
     """Everything that `config` names, loaded and checked against each other.
 
+    Args:
+        config: one that `check_config` passes.
+
     Raises:
-        ValueError: a field is out of range, or target, data, head and mesh do not fit each other.
+        ValueError: target, data, head and mesh do not fit each other.
     """
-    check_config(config)
     if not config.data:
         raise ValueError("--config.data must be given: a directory of train.regenerate, for example")
     mesh = training_mesh(config.mesh)
     check_rows(config.batch_size, config.micro_batches, mesh)
     share = share_of_rows(config.batch_size, mesh)
     target = jetspec_jax.load_target(config.target, dtype=config.target_dtype, mesh=mesh)
+    check_length(config, target.config)
     config = with_mask_token(config, target)
     layout = head_layout(config, target.config)
     config = with_layout(config, layout)
@@ -168,8 +171,8 @@ def check_config(config: DistillConfig) -> None:
         config, "steps", "batch_size", "length", "anchors", "num_hidden_layers", "temperature", "micro_batches",
         "log_every", "save_every", "keep_last", "optimizer.learning_rate", "optimizer.clip_norm",
     )  # fmt: skip
-    check_from(config, 0, "seed", "gamma", "logit_chunk", "parent_rank", "optimizer.warmup_steps",
-               "optimizer.matrix_learning_rate", "optimizer.weight_decay", "eval_every")  # fmt: skip
+    check_from(config, 0, "seed", "gamma", "logit_chunk", "parent_rank", "eval_every", "optimizer.warmup_steps",
+               "optimizer.matrix_learning_rate", "optimizer.weight_decay", "optimizer.final_scale")  # fmt: skip
     check_from(config, 2, "block_size")
     if not 0 <= config.mixed_fill <= 1:
         raise ValueError(f"--config.mixed_fill is a share, from 0 to 1, got {config.mixed_fill}")
@@ -179,6 +182,12 @@ def check_config(config: DistillConfig) -> None:
     for name in ("target_dtype", "compute_dtype"):
         if getattr(config, name) not in _DTYPES:
             raise ValueError(f"--config.{name} must be one of {', '.join(_DTYPES)}, got {getattr(config, name)!r}")
+
+
+def check_length(config: DistillConfig, target: TargetConfig) -> None:
+    """Raises ValueError where rows are longer than what the target reads."""
+    if config.length > (limit := target.max_position_embeddings):
+        raise ValueError(f"--config.length={config.length} is over the {limit} tokens that the target reads; lower it")
 
 
 def head_layout(config: DistillConfig, shape: TargetConfig) -> HeadConfig:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.chat import chat_answers, check_messages, thinking_mode
+from jetspec_jax.chat import chat_answers, check_messages, check_text, thinking_mode
 from jetspec_jax.models import Target
 from train.data import Document, document
 from train.manifest import DATA, MANIFEST, Manifest, model_digest
 from train.rows import Rows, good_rows, open_rows
 
-_KINDS = ({"messages"}, {"prompt", "response"}, {"text"}, {"prompt_ids", "token_ids"})
+_MESSAGES, _TURN, _TEXT, _IDS = {"messages"}, {"prompt", "response"}, {"text"}, {"prompt_ids", "token_ids"}
 _EXPECTED = "expected one of messages; prompt and response; text; prompt_ids and token_ids"
 
 
@@ -33,7 +33,7 @@ class Template:
         Raises:
             ValueError: the row is malformed, or the template refuses it.
         """
-        if "text" in row:
+        if _kind(row) == _TEXT:
             return [(_text(row, "text"), True)]
         text, spans = chat_answers(
             self.target, _messages(row), system=self.system, enable_thinking=self.enable_thinking
@@ -46,7 +46,7 @@ class Template:
 
     def document(self, row: Any) -> Document:
         """The document of a row that `check` passes."""
-        if "token_ids" in row:
+        if _kind(row) == _IDS:
             return document(row["prompt_ids"], row["token_ids"])
         tokens: list[int] = []
         response: list[bool] = []
@@ -59,10 +59,7 @@ class Template:
 
     def check(self, row: Any) -> None:
         """Raises ValueError unless `document` can be made of a row."""
-        if not isinstance(row, dict) or sum(kind <= set(row) for kind in _KINDS) != 1:
-            has = f"fields {', '.join(map(str, row))}" if isinstance(row, dict) else str(row)[:40]
-            raise ValueError(f"{_EXPECTED}; got {has}")
-        if "token_ids" not in row:
+        if _kind(row) != _IDS:
             if self.target.tokenizer is None:
                 raise ValueError(f"{self.target.path} has no tokenizer, so that rows must hold token ids")
             self.pieces(row)
@@ -71,15 +68,34 @@ class Template:
             _check_ids(name, row[name], least, self.target.config.vocab_size)
 
 
+def _kind(row: Any) -> set[str]:
+    """The fields that a row is read by.
+
+    Raises:
+        ValueError: it has those of no kind of row, or of several.
+    """
+    found = [kind for kind in (_MESSAGES, _TURN, _TEXT, _IDS) if isinstance(row, dict) and kind <= set(row)]
+    if len(found) != 1:
+        has = f"fields {', '.join(map(str, row))}" if isinstance(row, dict) else str(row)[:40]
+        raise ValueError(f"{_EXPECTED}; got {has}")
+    if found[0] == _TEXT and "token_ids" in row:
+        raise ValueError(
+            "text and token_ids are an answer without the prompt as the target read it, as infer.generate --json "
+            "prints; make data with train.regenerate"
+        )
+    return found[0]
+
+
 def _text(row: dict[str, Any], name: str) -> str:
     if not isinstance(row[name], str) or not row[name].strip():
         raise ValueError(f"{name} must be a text that is not empty, got {str(row[name])[:40]!r}")
+    check_text(name, row[name])
     return str(row[name])
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
     """A row's conversation, up to its last answer."""
-    if "messages" not in row:
+    if _kind(row) == _TURN:
         turns = (("user", _text(row, "prompt")), ("assistant", _text(row, "response")))
         return [{"role": role, "content": content} for role, content in turns]
     messages = row["messages"]
@@ -168,6 +184,6 @@ def open_documents(
         rows, template = open_rows(source), Template(target, system, enable_thinking)
     good, malformed = good_rows(rows, template.check)
     if not directory.is_dir():
-        first = rows[good[0]]
-        enable_thinking = thinking_mode(target, enable_thinking) if {"messages", "prompt"} & set(first) else None
+        chat = _kind(rows[good[0]]) in (_MESSAGES, _TURN)
+        enable_thinking = thinking_mode(target, enable_thinking) if chat else None
     return Documents(rows, good, template.document, (*warnings, *malformed), enable_thinking)

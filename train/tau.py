@@ -12,7 +12,7 @@ from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
 from jetspec_jax.sharding import batch_ways
 from train.config import DistillConfig, check_positive
-from train.prompts import read_prompts
+from train.prompts import Prompt, read_prompts
 
 CHAIN = "chain"
 
@@ -49,24 +49,40 @@ class HeldOut:
         return sum(sum(result.accepted_lengths) for result in results) / max(sum(r.rounds for r in results), 1)
 
 
-def held_out(config: DistillConfig, target: Target, enable_thinking: bool | None) -> HeldOut | None:
-    """What `config` evaluates with; None when it never does.
+def held_out_prompts(config: DistillConfig) -> list[Prompt]:
+    """The prompts that `config` evaluates with, none when it never does; all is checked that needs no target.
 
     Raises:
-        ValueError: a field is out of range, or the prompts cannot be read or answered.
+        ValueError: a field is out of range, or the prompts cannot be read.
     """
     if not config.eval_every:
-        return None
+        return []
     check_positive(config, "eval_every", "eval_count", "eval_batch_size", "eval_max_new_tokens")
     if jax.process_count() > 1:
         raise ValueError(
             "--config.eval_every decodes in one process, and there are several: set it to 0 and measure tau of the "
             "run's directory with infer.generate"
         )
-    if any(budget < 1 for budget in config.eval_budgets):
-        raise ValueError(f"--config.eval_budgets must be above 0, got {config.eval_budgets}")
+    if any(not isinstance(budget, int) or budget < 1 for budget in config.eval_budgets):
+        raise ValueError(f"--config.eval_budgets must be whole numbers above 0, got {config.eval_budgets}")
+    return read_prompts(config.eval_prompts)[0][: config.eval_count]
+
+
+def held_out(
+    config: DistillConfig, asked: list[Prompt], target: Target, enable_thinking: bool | None
+) -> HeldOut | None:
+    """What `config` evaluates with; None when it never does.
+
+    Args:
+        asked: see `held_out_prompts`.
+
+    Raises:
+        ValueError: the target cannot answer a prompt.
+    """
+    if not config.eval_every:
+        return None
     prompts: list[str] = []
-    for prompt in read_prompts(config.eval_prompts)[0][: config.eval_count]:
+    for prompt in asked:
         text = jetspec_jax.chat_prompt(target, prompt, enable_thinking=enable_thinking)
         where = f"{config.eval_prompts}: prompt {len(prompts) + 1}"
         check_prompt(prompt_ids(target, text), target, config.eval_max_new_tokens, where)
