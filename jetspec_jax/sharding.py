@@ -149,7 +149,7 @@ def parameter_sharding(name: str, mesh: Mesh | None) -> jax.sharding.Sharding:
 
 def default_device() -> jax.Device:
     """Where arrays without a mesh lie: JAX's `jax_default_device`, a device or a platform, else the process's first."""
-    chosen = jax.config.jax_default_device
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
