@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Self
 
 from jetspec_jax.checks import check_bool, check_int, check_positive, described
-from jetspec_jax.rope_scaling import RopeScaling, read_rope
+from jetspec_jax.rope_scaling import RopeScaling, YarnScaling, read_rope
 
 # Fields of a config.json that change nothing in inference, so that reading past them is right.
 _INERT = frozenset(
@@ -99,6 +99,14 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of a prompt and its answer: `max_position_embeddings`, or as far as YaRN stretches."""
+        scaling = self.rope_scaling
+        if not isinstance(scaling, YarnScaling):  # Llama 3's configs state the stretched length themselves
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
 
     @property
     def has_attention_bias(self) -> bool:

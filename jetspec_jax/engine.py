@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.cache import KVCache
+from jetspec_jax.checks import check_int
 from jetspec_jax.compiled import compiled
 from jetspec_jax.decode import DecodeState, Drafter, LoopSpec, NoDrafter, decode, prefill
 from jetspec_jax.head import DraftHead
-from jetspec_jax.models import Target
+from jetspec_jax.models import Target, check_head
 from jetspec_jax.sampling import Sampling
-from jetspec_jax.sharding import check_batch, place, use
+from jetspec_jax.sharding import batch_ways, check_batch, place, use
 from jetspec_jax.target import TargetModel
-from jetspec_jax.text import TextStream, decode_tokens, decode_until
+from jetspec_jax.text import TextStream, decode_tokens, decode_until, encode_text
 from jetspec_jax.tree import TreeShape
 from kernels.pallas.tree_attention import BACKENDS, Backend, Problem, causal_mask, check_backend
 
@@ -30,6 +31,7 @@ _MAX_CHUNK = 512
 _MIN_CAPACITY = 64
 _ROUNDS_PER_STOP_CHECK = 8
 _NO_LIMIT = np.int32(np.iinfo(np.int32).max)
+_MAX_SEED = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +41,11 @@ class GenerationConfig:
     method: `jetspec` (trees), `chain` (one path per round) or `ar` (plain decoding).
     budget: nodes per tree, the root not counted. tree_width: children scored per node.
     max_new_tokens: a cap on each text. temperature, top_k, top_p, min_p: see `Sampling`.
-    seed: row i of the prompts draws with seed + i, whatever batch it is in.
+    seed: row i of the prompts draws with seed + i, whatever batch it is in; none may be over 2**32 - 1.
     batch_size: prompts decoded together.
     attention: `auto`, `pallas` (a kernel; interpreted, which is slow, on a CPU) or `xla`; see `tree_attention`.
-    stop: texts that end an answer, wherever tokens part; special tokens have no text. See `TextStream`.
+    stop: texts that end an answer, wherever tokens part; special tokens have no text. See `TextStream`. A text alone
+        is taken as the only one, and None as none.
 
     Raises:
         ValueError: a value is out of range; the message names it.
@@ -62,16 +65,19 @@ class GenerationConfig:
     attention: Backend = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop must be texts that are not empty, got {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(self.stop))
+        given: object = self.stop
+        stop = (given,) if isinstance(given, str) else () if given is None else given
+        if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop must be texts that are not empty, got {given!r}")
+        object.__setattr__(self, "stop", tuple(stop))
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         if self.attention not in BACKENDS:
             raise ValueError(f"attention must be one of {', '.join(BACKENDS)}, got {self.attention!r}")
         for name in ("budget", "tree_width", "max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_int(name, getattr(self, name), 1)
+        for name in ("top_k", "seed"):
+            check_int(name, getattr(self, name), 0)
         self.sampling  # noqa: B018 - raises for values out of range
 
     @property
@@ -146,7 +152,7 @@ def generate(
     Args:
         target: from `load_target`.
         head: from `load_draft_head`; None only with method "ar".
-        prompts: texts, put as they are through the tokenizer (see `chat_prompt`), or lists of token ids.
+        prompts: texts, put as they are through the tokenizer (see `chat_prompt`, `encode_text`), or lists of token ids.
         config: what to do; `options` are fields of `GenerationConfig` that override it.
         seeds: one a prompt, instead of `config.seed` + its place in `prompts`.
         rounds_per_call: rounds between two calls of `on_progress`, and between two looks for stop texts; None decodes
@@ -157,25 +163,26 @@ def generate(
         One result per prompt, in order.
 
     Raises:
-        ValueError: a prompt is empty, too long or has ids outside the vocabulary, or an option is out of range or
-            does not fit the target's mesh; raised before anything is compiled.
+        ValueError: a prompt is no text and no ids, empty, too long or has ids outside the vocabulary; an option is out
+            of range or does not fit the target's mesh; or the head does not fit the target. Raised before anything is
+            compiled.
     """
-    if isinstance(prompts, str):
-        raise ValueError("prompts is a single text; pass a list of texts or of lists of token ids")
+    if isinstance(prompts, str | Mapping):
+        raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {str(prompts)[:40]!r} alone")
     config = dataclasses.replace(config or GenerationConfig(), **options)  # type: ignore[arg-type]
     if config.method != "ar" and head is None:
         raise ValueError(f"method {config.method} needs a draft head; give one, or use method ar")
+    if config.method != "ar" and head is not None:
+        check_head(head, target)
     if rounds_per_call is not None and rounds_per_call < 1:
         raise ValueError(f"rounds_per_call must be at least 1 or None, got {rounds_per_call}")
     if config.stop and target.tokenizer is None:
         raise ValueError(f"{target.path} has no tokenizer, which stop texts need")
     if target.mesh is not None:
         check_batch(config.batch_size, target.mesh)
-    if seeds is not None and len(seeds) != len(prompts):
-        raise ValueError(f"seeds must be one a prompt: {len(seeds)} for {len(prompts)} prompts")
-    draws = config.seed + np.arange(len(prompts)) if seeds is None else np.asarray(seeds)
+    draws = _draws(config.seed, seeds, len(prompts))
     check_attention(target, head, config)
-    rows = [prompt_ids(target, prompt) for prompt in prompts]
+    rows = [prompt_ids(target, prompts[i], f"prompt {i}") for i in range(len(prompts))]
     for index, row in enumerate(rows):
         check_prompt(row, target, config.max_new_tokens, f"prompt {index}")
     results: list[GenerationResult] = []
@@ -188,18 +195,39 @@ def generate(
     return results
 
 
-def prompt_ids(target: Target, prompt: str | Sequence[int]) -> list[int]:
-    """The token ids of a prompt; texts go through the tokenizer unchanged."""
+def _draws(first: int, seeds: Sequence[int] | None, count: int) -> np.ndarray:
+    """The seeds of `count` prompts, uint32: those given, else from `first` on. Raises ValueError for any other."""
+    chosen = range(first, first + count) if seeds is None else seeds
+    if len(chosen) != count:
+        raise ValueError(f"seeds must be one a prompt: {len(chosen)} for {count} prompts")
+    wrong = [seed for seed in chosen if not isinstance(seed, int | np.integer) or not 0 <= seed <= _MAX_SEED]
+    if wrong:
+        raise ValueError(f"seeds must be integers from 0 to {_MAX_SEED}, got {wrong[0]!r}")
+    return np.asarray(chosen, np.uint32)
+
+
+def prompt_ids(target: Target, prompt: str | Sequence[int], where: str = "the prompt") -> list[int]:
+    """The token ids of a prompt; texts as `encode_text` gives them.
+
+    Raises:
+        ValueError: it is a text and there is no tokenizer, or it is neither text nor ids; the message names `where`.
+    """
     if not isinstance(prompt, str):
-        return list(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise ValueError(
+                f"{where} is {str(prompt)[:40]!r}, expected a text or a list of token ids; prompts come in a list, "
+                "such as [[1, 2, 3]], and messages become a text by chat_prompt"
+            ) from None
     if target.tokenizer is None:
         raise ValueError(f"{target.path} has no tokenizer, so that prompts must be token ids (--prompt-ids 1,2,3)")
-    return list(target.tokenizer.encode(prompt, add_special_tokens=False))
+    return encode_text(target.tokenizer, prompt)
 
 
 def check_prompt(row: Sequence[int], target: Target, max_new_tokens: int, where: str) -> None:
     """Raises ValueError, naming `where`, unless a prompt's ids can be answered by the target."""
-    limit, vocab = target.config.max_position_embeddings, target.config.vocab_size
+    limit, vocab = target.config.max_tokens, target.config.vocab_size
     if not row:
         raise ValueError(f"{where} is empty; it needs at least one token")
     outside = [token for token in row if not 0 <= token < vocab]
@@ -270,7 +298,7 @@ def _run(
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     seeds = np.zeros(config.batch_size, np.uint32)
-    seeds[: len(rows)] = draws.astype(np.uint32)
+    seeds[: len(rows)] = draws
     limits = np.where(lengths > 0, lengths + config.max_new_tokens, 0).astype(np.int32)
 
     by_row = [place(x, target.mesh, "batch") for x in (tokens, lengths, limits, seeds)]
@@ -377,19 +405,24 @@ def top_two_gap(target: Target, tokens: Sequence[int]) -> float:
 
     Small gaps are near-ties, where differently ordered sums may choose differently.
     """
-    padded = np.zeros((1, bucket(max(16, len(tokens)))), np.int32)
-    padded[0, : len(tokens)] = tokens
+    rows = batch_ways(target.mesh)  # equal ones: fewer cannot be split over the mesh
+    padded = np.zeros((rows, bucket(max(_MIN_CAPACITY, len(tokens)))), np.int32)
+    padded[:, : len(tokens)] = tokens
+    before, seeds = np.full(rows, len(tokens) - 1, np.int32), np.zeros(rows, np.uint32)
+    by_row = [place(x, target.mesh, "batch") for x in (padded, before, before, seeds)]
+    sampling, last = Sampling(), np.int32(tokens[-1])
+    inputs = (target.model, NoDrafter(), *by_row, sampling.knobs)
     with _compiling(target):
-        logits = compiled(_logits_at, target.model, padded, np.int32(len(tokens) - 1))
-        values = np.sort(np.asarray(logits(target.model, padded, np.int32(len(tokens) - 1))))
+        start = compiled(prefill, *inputs, eos_ids=(), mode=sampling.mode, chunk=prompt_chunk(len(tokens)))
+        state = start(*inputs)
+        logits = compiled(_logits_after, target.model, state, last)(target.model, state, last)
+    values = np.sort(np.asarray(logits))
     return float(values[-1] - values[-2])
 
 
 @jax.jit
-def _logits_at(model: TargetModel, tokens: jax.Array, index: jax.Array) -> jax.Array:
-    """Next-token logits `[vocab]` after `tokens[0, index]`, from one forward without a cache."""
-    length = tokens.shape[1]
-    empty = KVCache.zeros(model.config, 1, 1, model.model.norm.weight[...].dtype)
-    positions = jnp.arange(length, dtype=jnp.int32)[None]
-    out = model(tokens, positions, empty, jnp.zeros((1,), jnp.int32), causal_mask(length))
-    return model.logits(out.hidden[0, index])
+def _logits_after(model: TargetModel, state: DecodeState, token: jax.Array) -> jax.Array:
+    """Next-token logits `[vocab]` after the cached tokens of the first row and `token`, as plain decoding has them."""
+    block = jnp.full((len(state.lengths), 1), token)
+    out = model(block, state.lengths[:, None], state.cache, state.lengths, causal_mask(1))
+    return model.logits(out.hidden)[0, 0]

@@ -136,6 +136,21 @@ def head_mismatch(head: HeadConfig, target: TargetConfig) -> list[str]:
     return [f"{name} is {ours}, the target's is {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
 
+def check_head(head: DraftHead, target: Target) -> None:
+    """Raises ValueError, with all reasons, unless a head can draft for a target: its sizes, dtype and devices."""
+    ours, theirs = head.norm.weight[...], target.model.model.norm.weight[...]
+    reasons = head_mismatch(head.config, target.config)
+    if ours.dtype != theirs.dtype:
+        reasons.append(f"dtype is {ours.dtype}, the target's is {theirs.dtype}")
+    if ours.sharding.device_set != theirs.sharding.device_set:
+        reasons.append("it lies on other devices than the target")
+    if reasons:
+        raise ValueError(
+            f"the draft head does not fit {target.path}: {'; '.join(reasons)}; "
+            "load_draft_head(path, target) checks sizes and takes the target's dtype and mesh"
+        )
+
+
 # Settings of a generation_config.json that would change the text and are not there; each with the values that are off.
 _NOT_APPLIED: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),

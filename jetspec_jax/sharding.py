@@ -69,7 +69,9 @@ def make_mesh(sizes: str | Mapping[str, int], devices: Sequence[jax.Device] | No
     Raises:
         ValueError: an axis is unknown or given twice, a size is no positive integer, or there are too few devices.
     """
-    shape = parse_mesh(sizes) if isinstance(sizes, str) else {**dict.fromkeys(MESH_AXES, 1), **sizes}
+    if not isinstance(sizes, str):
+        sizes = ",".join(f"{name}={size}" for name, size in sizes.items()) or "data=1"
+    shape = parse_mesh(sizes)
     devices = jax.devices() if devices is None else devices
     needed = math.prod(shape.values())
     if needed > len(devices):
@@ -141,8 +143,14 @@ def parameter_spec(name: str) -> PartitionSpec:
 def parameter_sharding(name: str, mesh: Mesh | None) -> jax.sharding.Sharding:
     """Where the parameter of this name lies on a mesh; without one, on the default device."""
     if mesh is None:
-        return SingleDeviceSharding(jax.local_devices()[0])
+        return SingleDeviceSharding(default_device())
     return NamedSharding(mesh, parameter_spec(name))
+
+
+def default_device() -> jax.Device:
+    """Where arrays without a mesh lie: JAX's `jax_default_device`, a device or a platform, else the process's first."""
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
 def misfits(config: DecoderConfig, mesh: Mesh) -> list[str]:

@@ -42,8 +42,11 @@ class TextStream:
         if text.endswith(_INCOMPLETE):
             self._shown += len(piece)
         else:
-            self._start, self._whole = self._whole, len(self._tokens)
-            self._shown = len(self._decode(self._start))
+            # Some decoders drop a space that comes first: what is left as context must have text before it.
+            context = self._decode(self._whole)
+            if context:
+                self._start, text = self._whole, context
+            self._whole, self._shown = len(self._tokens), len(text)
         return self._release(piece)
 
     def finish(self) -> str:
@@ -67,6 +70,18 @@ class TextStream:
 
     def _decode(self, start: int) -> str:
         return decode_tokens(self._tokenizer, self._tokens[start:])
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text, its special tokens read as such, with the beginning-of-text token in front.
+
+    That token is added where the tokenizer would add it and the text, as from a chat template, does not begin with it;
+    no other is.
+    """
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    bos = tokenizer.bos_token_id
+    missing = bos is not None and ids[:1] != [bos] and list(tokenizer.encode(""))[:1] == [bos]
+    return [bos, *ids] if missing else ids
 
 
 def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -111,15 +111,19 @@ def chip_in_use() -> Chip:
 
 
 def _described(device: jax.Device) -> Chip:
-    """A GPU of this machine; of one that is not in `CHIPS`, what it says of itself."""
+    """A GPU of this machine; of one that is not in `CHIPS`, what it says of itself, and otherwise an A100's figures.
+
+    One that is not NVIDIA's (AMD's say gfx942) has capability (0, 0).
+    """
     for chip in CHIPS.values():
         if chip.name == device.device_kind:
             return chip
-    major, _, minor = str(device.compute_capability).partition(".")
+    numbers = str(device.compute_capability).split(".")
+    major, minor = map(int, numbers) if len(numbers) == 2 and all(map(str.isdecimal, numbers)) else (0, 0)
     like = CHIPS["a100"]
     return like._replace(
         name=device.device_kind,
-        capability=(int(major), int(minor)),
+        capability=(major, minor),
         cores=device.core_count,
         shared_per_block=getattr(device, "shared_memory_per_block_optin", like.shared_per_block),
     )

@@ -7,6 +7,7 @@ Programs are kept across tests (`jetspec_jax.compiled`), so that tests share sha
 import contextlib
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -261,7 +262,18 @@ REFUSED = {
     "negative id": ([[1, -1]], {}, ["prompt 0", "id -1", "12"]),
     "id past the vocabulary": ([[12]], {}, ["id 12", "0 to 11"]),
     "text without a tokenizer": (["hello"], {}, ["no tokenizer", "token ids"]),
+    "one prompt's ids": ([1, 2, 3], {}, ["prompt 0 is '1'", "list of token ids", "[[1, 2, 3]]"]),
+    "messages": ([[{"role": "user", "content": "hi"}]], {}, ["prompt 0 is", "role", "chat_prompt"]),
+    "a message": ({"role": "user", "content": "hi"}, {}, ["prompts must be a list", "role"]),
+    "a text alone": ("hello", {}, ["prompts must be a list", "hello"]),
+    "ids that are no integers": ([[1], [1.5, 2]], {}, ["prompt 1 is", "1.5"]),
+    "a negative seed": (PROMPTS, {"seed": -1}, ["seed", "at least 0", "-1"]),
+    "seeds that reach too far": (PROMPTS, {"seed": 2**32 - 4}, ["seeds", "4294967295", "4294967296"]),
+    "a seed that is no integer": (PROMPTS[:2], {"seeds": [1, 2.5]}, ["seeds must be integers", "2.5"]),
+    "a huge seed": (PROMPTS[:1], {"seeds": [2**70]}, ["seeds must be integers", str(2**70)]),
     "budget": (PROMPTS, {"budget": 0}, ["budget", "0"]),
+    "a budget that is no integer": (PROMPTS, {"budget": 2.5}, ["budget", "integer", "2.5"]),
+    "no max_new_tokens": (PROMPTS, {"max_new_tokens": None}, ["max_new_tokens", "integer", "None"]),
     "tree_width": (PROMPTS, {"tree_width": 0}, ["tree_width"]),
     "max_new_tokens": (PROMPTS, {"max_new_tokens": 0}, ["max_new_tokens"]),
     "batch_size": (PROMPTS, {"batch_size": 0}, ["batch_size"]),
@@ -334,6 +346,23 @@ def test_a_head_of_another_target_is_refused_with_all_that_differs(tmp_path, tar
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "dtype", "message"),
+    [
+        ({"hidden_size": 8, "vocab_size": 13}, np.float32, "hidden_size is 8, .*vocab_size is 13, "),
+        ({"num_target_layers": 9, "target_layer_ids": (8,)}, np.float32, "num_target_layers is 9, the target's is 2"),
+        ({}, jnp.bfloat16, r"dtype is bfloat16, the target's is float32; load_draft_head\(path, target\)"),
+    ],
+)
+def test_a_head_that_was_loaded_by_itself_must_fit_too(target, options, dtype, message):
+    """Its sizes, its layers and its dtype are the target's, or nothing is compiled; plain decoding takes any."""
+    other = jax.tree.map(lambda x: x.astype(dtype), random_module(DraftHead, head_config(**options), 1))
+    with compilations() as found, pytest.raises(ValueError, match=f"does not fit .*{message}"):
+        generate(target, other, PROMPTS, TREE)
+    assert found == []
+    assert generate(target, other, [], TREE, method="ar") == []
+
+
 def test_buckets_are_few_fit_and_waste_little():
     """Never too small, growing, below twice the size, a quarter more at most above 2048, and whole chunks there."""
     sizes = range(1, 40_961)
@@ -344,6 +373,23 @@ def test_buckets_are_few_fit_and_waste_little():
     assert all(b % 512 == 0 for b in buckets if b >= 2048)
     assert all(bucket(b) == b for b in set(buckets))
     assert len(set(buckets)) < 32
+
+
+def test_a_target_stretched_by_yarn_takes_as_many_tokens_as_it_is_stretched_to():
+    """Qwen's recipe leaves `max_position_embeddings` at 40,960. Llama 3's scaling says nothing of the kind."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    base = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 8, "num_hidden_layers": 1, "head_dim": 8, **sizes}
+    base["max_position_embeddings"] = 40_960
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    llama = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama["original_max_position_embeddings"] = 8192
+    limits = {None: 40_960, "yarn": 131_072, "short": 40_960, "llama3": 40_960}
+    for name, scaling in {None: None, "yarn": yarn, "short": yarn | {"factor": 1.0}, "llama3": llama}.items():
+        assert TargetConfig.from_hf({**base, "rope_scaling": scaling}).max_tokens == limits[name]
+    stretched = types.SimpleNamespace(config=TargetConfig.from_hf({**base, "rope_scaling": yarn}))
+    check_prompt([1] * 131_000, stretched, 72, "it")
+    with pytest.raises(ValueError, match="limit of 131072"):
+        check_prompt([1] * 131_000, stretched, 73, "it")
 
 
 @pytest.mark.parametrize("size", [1, 11, 16])

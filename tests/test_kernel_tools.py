@@ -1,5 +1,8 @@
 """The tools around the kernel: the check of a machine finds wrong results, and the counts of work are right."""
 
+import types
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,7 +96,34 @@ def test_what_the_kernel_declines_is_not_compiled():
 def test_a_gpu_older_than_ampere_is_declined_by_name(monkeypatch):
     old = CHIPS["a100"]._replace(name="Tesla V100", capability=(7, 0))
     monkeypatch.setattr(pallas_triton, "chip_in_use", lambda: old)
-    assert pallas_triton.why_not(QWEN3) == ["Tesla V100 is older than Ampere (compute capability 8.0)"]
+    assert pallas_triton.why_not(QWEN3) == ["Tesla V100 is not an NVIDIA GPU from Ampere on (compute capability 8.0)"]
+
+
+def test_a_gpu_of_another_maker_is_declined_by_name(monkeypatch):
+    """Its compute capability is no number; `auto` then takes XLA."""
+    amd = types.SimpleNamespace(device_kind="AMD Instinct MI300X", compute_capability="gfx942", core_count=304)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [amd])
+    assert pallas_triton.why_not(QWEN3) == [
+        "AMD Instinct MI300X is not an NVIDIA GPU from Ampere on (compute capability 8.0)"
+    ]
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(**{**vars(amd), "compute_capability": "12.0"})])
+    assert chip_in_use().capability == (12, 0)
+
+
+def test_a_gpu_that_is_not_known_has_times_and_no_roofline(monkeypatch, capsys):
+    monkeypatch.setattr(check, "chip_in_use", lambda: CHIPS["a100"]._replace(name="NVIDIA L4"))
+    monkeypatch.setattr(check, "rivals", lambda args: {"xla": (lambda query, **rest: query, {})})
+    check.time_all([SMALL], steps=2)
+    out = capsys.readouterr().out
+    assert "NVIDIA L4; microseconds (roofline unknown)" in out and "%" not in out
+
+
+def test_contexts_that_pages_do_not_divide_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["check", "--context", "1000"])
+    with pytest.raises(SystemExit, match="2"):
+        check.main()
+    assert "--context must be multiples of 64" in capsys.readouterr().err
 
 
 def test_a_jax_without_the_triton_lowering_is_named(monkeypatch):

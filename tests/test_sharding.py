@@ -19,9 +19,10 @@ import jetspec_jax
 from jetspec_jax.compiled import compiled
 from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.decode import LoopSpec, decode, prefill
+from jetspec_jax.engine import top_two_gap
 from jetspec_jax.head import DraftHead
 from jetspec_jax.sampling import Sampling
-from jetspec_jax.sharding import describe, make_mesh, misfits, parameter_spec, parse_mesh, spec, use
+from jetspec_jax.sharding import default_device, describe, make_mesh, misfits, parameter_spec, parse_mesh, spec, use
 from jetspec_jax.target import TargetModel
 from jetspec_jax.tree import TreeShape
 
@@ -148,6 +149,32 @@ def test_caches_are_split_and_updated_in_place(saved):
 
 
 @eight_devices
+@pytest.mark.parametrize("mesh", ["data=4", "data=2,fsdp=2,model=2"])
+def test_the_gap_between_the_best_logits_is_one_devices(saved, mesh):
+    """`--verify-lossless` looks at one prompt, which a mesh of several batch ways cannot split."""
+    plain, split = (top_two_gap(load(saved, "dense", each)[0], PROMPTS[0]) for each in (None, mesh))
+    assert split == pytest.approx(plain, rel=1e-3)
+
+
+@eight_devices
+def test_a_head_on_other_devices_is_refused(saved):
+    """It was loaded without the target."""
+    target = load(saved, "dense", "data=4")[0]
+    with pytest.raises(ValueError, match=r"it lies on other devices than the target; load_draft_head\(path, target\)"):
+        jetspec_jax.generate(target, jetspec_jax.load_draft_head(saved / "head"), PROMPTS, batch_size=4)
+
+
+@eight_devices
+def test_without_a_mesh_weights_lie_on_the_default_device(saved):
+    """JAX's setting of it, as a device or as a platform."""
+    with jax.default_device(jax.devices()[5]):
+        assert load(saved, "dense", None)[0].model.model.norm.weight[...].devices() == {jax.devices()[5]}
+    with jax.default_device("cpu"):
+        assert default_device() == jax.devices("cpu")[0]
+    assert default_device() == jax.devices()[0]
+
+
+@eight_devices
 def test_a_batch_that_cannot_be_split_is_refused(saved):
     target, head = load(saved, "dense", "data=4")
     with pytest.raises(ValueError, match=r"a batch of 2 cannot be split over data\*fsdp=4"):
@@ -195,6 +222,16 @@ def test_an_array_split_twice_by_a_mesh_axis_is_refused():
 def test_a_mesh_that_is_none_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_mesh(text)
+
+
+@one_device
+@pytest.mark.parametrize(
+    ("sizes", "part"), [({"tensor": 1}, "tensor=1"), ({"data": 0}, "data=0"), ({"data": 1.5}, "data=1.5")]
+)
+def test_a_mapping_that_is_no_mesh_is_refused_as_its_text_is(sizes, part):
+    with pytest.raises(ValueError, match=f"expected AXIS=SIZE,.* got '{part}'"):
+        make_mesh(sizes)
+    assert dict(make_mesh({"data": 1}).shape) == dict(make_mesh({}).shape) == parse_mesh("data=1")
 
 
 @one_device

@@ -8,8 +8,13 @@ from typing import Any
 
 import numpy as np
 
+<<<<<<< HEAD
 from jetspec_jax.chat import Message, chat_prompt, check_messages, check_text
 from jetspec_jax.engine import check_prompt
+=======
+from jetspec_jax.chat import Message, chat_prompt, check_messages
+from jetspec_jax.engine import check_prompt, prompt_ids
+>>>>>>> fix_engine
 from jetspec_jax.models import Target
 from train.rows import good_rows, left_out, open_rows
 from train.tasks import problems
@@ -87,8 +92,7 @@ def tokenised(
     for index, prompt in enumerate(prompts):
         try:
             text = chat_prompt(target, prompt, system=system, enable_thinking=enable_thinking)
-            assert target.tokenizer is not None
-            ids = list(target.tokenizer.encode(text, add_special_tokens=False))
+            ids = prompt_ids(target, text)
             check_prompt(ids, target, max_new_tokens, f"prompt {index}")
         except ValueError as error:
             refused += 1

@@ -22,7 +22,7 @@ from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
 from jetspec_jax.shapes import head_shape
-from jetspec_jax.sharding import describe, misfits, parameter_sharding, use
+from jetspec_jax.sharding import default_device, describe, misfits, parameter_sharding, use
 from kernels.topology import CHIPS
 from train.argmax_share import argmax_share
 from train.config import DistillConfig, check_fill, check_from, check_positive
@@ -68,7 +68,7 @@ class Setup:
         head = jax.eval_shape(lambda: DraftHead(layout, rngs=nnx.Rngs(0)))
         state = jax.eval_shape(functools.partial(new_state, optimizer=self.optimizer), head)
         if self.mesh is None:
-            device = SingleDeviceSharding(jax.local_devices()[0])
+            device = SingleDeviceSharding(default_device())
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
         places = state_shardings(state, self.mesh)
         return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jetspec_jax.chat import chat_answers, check_messages, check_text, thinking_mode
 from jetspec_jax.models import Target
+from jetspec_jax.text import encode_text
 from train.data import Document, document
 from train.manifest import DATA, MANIFEST, Manifest, model_digest
 from train.rows import Rows, good_rows, open_rows
@@ -52,7 +53,8 @@ class Template:
         response: list[bool] = []
         assert self.target.tokenizer is not None
         for text, learnt in self.pieces(row):
-            ids = self.target.tokenizer.encode(text, add_special_tokens=False)
+            tokenizer = self.target.tokenizer
+            ids = tokenizer.encode(text, add_special_tokens=False) if tokens else encode_text(tokenizer, text)
             tokens += ids
             response += [learnt] * len(ids)
         return {"tokens": np.asarray(tokens, np.int32), "response": np.asarray(response, bool)}

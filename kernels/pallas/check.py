@@ -22,10 +22,11 @@ import numpy as np
 from kernels.pallas.tree_attention import Problem, parents_mask, tree_attention, unpack_mask
 from kernels.pallas.tree_attention.reference import reference
 from kernels.pallas.tree_attention.work import ideal_work
-from kernels.topology import chip_in_use
+from kernels.topology import CHIPS, chip_in_use
 
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 _BACKENDS = ("pallas", "xla")
+_PAGE = 64
 Arguments = dict[str, jax.Array]
 
 
@@ -44,7 +45,7 @@ def real_problems(contexts: tuple[int, ...]) -> list[Problem]:
     problems = [
         Problem(batch, nodes, 32, 8, 128, context, None, bfloat16) for context in contexts for batch, nodes in sizes
     ]
-    problems += [Problem(1, 256, 32, 8, 128, contexts[0], 64, bfloat16)]
+    problems += [Problem(1, 256, 32, 8, 128, contexts[0], _PAGE, bfloat16)]
     return [*problems, Problem(1, 64, 32, 8, 128, contexts[0], None, float32)]
 
 
@@ -145,11 +146,12 @@ def compare(problems: list[Problem]) -> bool:
 
 
 def time_all(problems: list[Problem], steps: int = 20) -> None:
-    """Prints, as a Markdown table, what each implementation takes, and its share of the roofline."""
+    """Prints, as a Markdown table, what each implementation takes, and its share of the roofline of a known chip."""
     chip = chip_in_use()
-    print(f"\n{chip.name}; microseconds (share of the roofline of {chip.bandwidth / 1e12:.2f} TB/s and "
-          f"{chip.tensor / 1e12:.0f} bfloat16 TFLOP/s)\n\n| problem | pallas | xla | jax.nn cudnn | jax.nn xla |\n"
-          "|---|---|---|---|---|")  # fmt: skip
+    known = chip in CHIPS.values()
+    roofline = f"{chip.bandwidth / 1e12:.2f} TB/s and {chip.tensor / 1e12:.0f} bfloat16 TFLOP/s"
+    print(f"\n{chip.name}; microseconds ({f'share of the roofline of {roofline}' if known else 'roofline unknown'})\n\n"
+          "| problem | pallas | xla | jax.nn cudnn | jax.nn xla |\n|---|---|---|---|---|")  # fmt: skip
     for problem in problems:
         args = random_arguments(problem, ragged=False)
         bound = ideal_work(problem).seconds(chip, problem.dtype)
@@ -157,7 +159,7 @@ def time_all(problems: list[Problem], steps: int = 20) -> None:
         for name, (attend, rest) in rivals(args).items():
             try:
                 taken = seconds(attend, args["query"], rest, steps)
-                cells[name] = f"{taken * 1e6:.1f} ({bound / taken:.0%})"
+                cells[name] = f"{taken * 1e6:.1f}" + (f" ({bound / taken:.0%})" if known else "")
             except (ValueError, RuntimeError) as reason:  # an implementation that cannot serve, or runs out of memory
                 cells[name] = "no: " + str(reason).splitlines()[0][:40].replace("|", "/")
         columns = ("pallas", "xla", "jax.nn cudnn", "jax.nn xla")
@@ -174,6 +176,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.pallas.check", description=__doc__)
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32_768], help="cached tokens on a GPU, rising")
     args = parser.parse_args()
+    if any(context < 1 or context % _PAGE for context in args.context):
+        parser.error(f"--context must be multiples of {_PAGE}, the page size of one problem; got {args.context}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     on_gpu = jax.default_backend() == "gpu"
     device = jax.devices()[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 def pack_mask(mask: jax.Array) -> jax.Array:
@@ -23,7 +22,8 @@ def unpack_mask(packed: jax.Array, nodes: int) -> jax.Array:
 
 def causal_mask(nodes: int) -> jax.Array:
     """The packed mask `[1, nodes, words]` under which node i sees nodes 0..i."""
-    return pack_mask(jnp.asarray(np.tri(nodes, dtype=bool)[None]))
+    node = jnp.arange(nodes)
+    return pack_mask((node[None] <= node[:, None])[None])
 
 
 def full_mask(nodes: int) -> jax.Array:

@@ -60,7 +60,7 @@ def why_not(problem: Problem) -> list[str]:
     if jax.default_backend() not in ("cpu", "gpu"):
         reasons.append(f"this machine has a {jax.default_backend()}, not an NVIDIA GPU")
     elif chip_in_use().capability < (8, 0):
-        reasons.append(f"{chip_in_use().name} is older than Ampere (compute capability 8.0)")
+        reasons.append(f"{chip_in_use().name} is not an NVIDIA GPU from Ampere on (compute capability 8.0)")
     return reasons
 
 
