@@ -181,7 +181,8 @@ def generate(
     results: list[GenerationResult] = []
     for first in range(0, len(rows), config.batch_size):
         batch = slice(first, first + config.batch_size)
-        for progress in _run(target, head, rows[batch], draws[batch], first, config, rounds_per_call):
+        for padded in _run(target, head, rows[batch], draws[batch], first, config, rounds_per_call):
+            progress = _first_rows(padded, len(rows[batch]))
             if on_progress:
                 on_progress(progress)
         results += [_result(target, prompts[first + i], progress, i, config) for i in range(len(rows[batch]))]
@@ -280,7 +281,7 @@ def _run(
     if rounds_per_call is None and config.stop:
         rounds_per_call = _ROUNDS_PER_STOP_CHECK
     calls = _NO_LIMIT if rounds_per_call is None else np.int32(rounds_per_call)
-    with _compiling(target):
+    with computing(target):
         start_program = compiled(prefill, *inputs, **static)
         state = start_program.out_info
         loop_program = compiled(decode, target.model, drafter, state, calls, sampling.knobs, spec=spec)
@@ -324,10 +325,11 @@ class _StopTexts:
 
 
 @contextlib.contextmanager
-def _compiling(target: Target) -> Iterator[None]:
-    """The target's mesh in force, and full float32 products for a float32 target.
+def computing(target: Target) -> Iterator[None]:
+    """The target's mesh in force, and full float32 products for a float32 target: what `generate` computes under.
 
-    Accelerators otherwise round the operands of float32 products to fewer bits.
+    Accelerators otherwise round the operands of float32 products to fewer bits. Programs are compiled for what is in
+    force while they are traced.
     """
     exact = target.model.model.norm.weight[...].dtype == np.float32
     with jax.default_matmul_precision("highest" if exact else "default"), use(target.mesh):
@@ -341,6 +343,12 @@ def _progress(state: DecodeState, prompt_lengths: np.ndarray, first: int, starte
     tokens, lengths, token_rounds, drafted, rounds, finished = arrays
     seconds = time.perf_counter() - started
     return Progress(first, tokens, prompt_lengths, lengths + 1, token_rounds, drafted, rounds, finished, seconds)
+
+
+def _first_rows(progress: Progress, count: int) -> Progress:
+    """`progress` without the rows behind `count`, which only fill the batch."""
+    arrays = {name: x[:count] for name, x in progress._asdict().items() if isinstance(x, np.ndarray)}
+    return progress._replace(**arrays)
 
 
 def _result(
@@ -379,7 +387,7 @@ def top_two_gap(target: Target, tokens: Sequence[int]) -> float:
     """
     padded = np.zeros((1, bucket(max(16, len(tokens)))), np.int32)
     padded[0, : len(tokens)] = tokens
-    with _compiling(target):
+    with computing(target):
         logits = compiled(_logits_at, target.model, padded, np.int32(len(tokens) - 1))
         values = np.sort(np.asarray(logits(target.model, padded, np.int32(len(tokens) - 1))))
     return float(values[-1] - values[-2])
