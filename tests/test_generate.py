@@ -249,6 +249,27 @@ def test_plain_decoding_of_ids_needs_neither_head_nor_tokenizer(command):
     assert out.splitlines()[-2].split()[:2] == ["ar", "-"]
 
 
+def test_batched_answers_are_printed_too(command):
+    """Not as they come, but all of them, before the table."""
+    _, quiet, _ = command("--prompts", "{root}/prompts.jsonl", "--json")
+    answers = [json.loads(line)["text"] for line in quiet.splitlines()]
+    code, out, _ = command("--prompts", "{root}/prompts.jsonl", "--batch-size", "2")
+    assert code == 0
+    assert out.startswith("".join(f"\n> {text}\n\n{answer}\n" for text, answer in zip(TEXTS, answers)) + "\nmethod")
+
+
+def test_the_shipped_target_has_its_head_however_it_is_named(monkeypatch):
+    """Here by a path relative to the working directory."""
+
+    def stop(target, head, *_, **__):
+        raise RuntimeError(f"head of {head.config.num_target_layers} target layers")
+
+    monkeypatch.chdir(EMBEDDED_TARGET.parent)
+    monkeypatch.setattr(jetspec_jax, "generate", stop)
+    with pytest.raises(RuntimeError, match="head of"):
+        main(["--model", "target", "--prompt-ids", "1", "--json", "--no-compilation-cache"])
+
+
 def test_without_a_place_for_it_there_is_no_compilation_cache(tmp_path, monkeypatch, caplog):
     """A warning, and generation goes on."""
     (tmp_path / "file").touch()
