@@ -285,6 +285,8 @@ def _shapes(args: argparse.Namespace) -> tuple[HeadConfig | None, TreeShape, Mes
     for name, least in _LEAST.items():
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    if not args.budget and "draft" in args.step:
+        raise ValueError("--step draft has nothing to plan with --budget 0, which is plain decoding")
     target, head, tree = TARGETS[args.model], None, TreeShape(0, 1, 0)
     if args.budget:
         head = head_shape(target, block_size=args.block_size, parent_rank=args.parent_rank)

@@ -292,6 +292,7 @@ def abstract_mesh(sizes):
     ("flags", "part"),
     [
         ("--budget -1", "--budget must be at least 0, got -1"),
+        ("--budget 0 --step draft", "--step draft has nothing to plan"),
         ("--tree-width 0 --step draft", "--tree-width must be at least 1, got 0"),
         ("--batch-size 0", "--batch-size must be at least 1, got 0"),
         ("--context 0", "--context must be at least 1, got 0"),
