@@ -347,8 +347,7 @@ def _progress(state: DecodeState, prompt_lengths: np.ndarray, first: int, starte
 
 def _first_rows(progress: Progress, count: int) -> Progress:
     """`progress` without the rows behind `count`, which only fill the batch."""
-    arrays = {name: x[:count] for name, x in progress._asdict().items() if isinstance(x, np.ndarray)}
-    return progress._replace(**arrays)
+    return Progress._make(x[:count] if isinstance(x, np.ndarray) else x for x in progress)
 
 
 def _result(
