@@ -1,7 +1,9 @@
 """A parent term for a draft head that has none: the head is frozen, the term's two tables alone are trained.
 
-For a head of your own: --config.target=, --config.data= and --config.init_head=. The one named here is of the small
-target, by `python -m train.distill --config configs/tiny.py --config.parent_rank=0 --config.out=runs/plain`.
+For a head of your own: --config.target=, --config.data= and --config.init_head=, and in place of what suits the small
+target --config.length= (256 by default), --config.packed=True, --config.target_dtype=bfloat16 and
+--config.eval_prompts=. The head named here is of the small target, by `python -m train.distill --config configs/tiny.py
+--config.parent_rank=0 --config.out=runs/plain`.
 """
 
 from jetspec_jax.models import EMBEDDED_TARGET

@@ -12,17 +12,19 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 import jetspec_jax
 from infer.faithfulness import branch_gaps
+from infer.models import add_model_flags, load_target
 from infer.prompts import add_flags, read_requests, to_prompts
 from jetspec_jax.engine import GenerationConfig, GenerationResult
 from jetspec_jax.head import DraftHead
-from jetspec_jax.models import EMBEDDED_HEAD, EMBEDDED_TARGET, Target
+from jetspec_jax.models import EMBEDDED_HEAD, Target
+from jetspec_jax.sharding import parse_mesh
 
 _RESAMPLES = 2000
 _GAPS = (5.0, 80.0)  # nats; the paper's bounds of a faithful branch and of a lost one
@@ -97,16 +99,19 @@ def interval(results: Sequence[GenerationResult], seed: int = 0) -> tuple[float,
 def faithfulness(
     target: Target, head: DraftHead, prompts: Sequence[Any], budget: int | None, config: GenerationConfig
 ) -> dict[str, Any]:
-    """Mean and median gap, in nats, of the branches of one head at one budget, and how many are near and far off."""
+    """Mean and median gap, in nats, of the branches of one head at one budget, and how many are near and far off.
+
+    All are None where no branch was drafted.
+    """
     gaps = branch_gaps(target, head, prompts, budget, config)
     near, far = _GAPS
-    return {
-        "branches": len(gaps),
-        "gap_mean": float(np.mean(gaps)),
-        "gap_median": float(np.median(gaps)),
-        f"gap_below_{near:g}": float(np.mean(gaps < near)),
-        f"gap_from_{far:g}": float(np.mean(gaps >= far)),
+    figures: dict[str, Callable[[], Any]] = {
+        "gap_mean": lambda: np.mean(gaps),
+        "gap_median": lambda: np.median(gaps),
+        f"gap_below_{near:g}": lambda: np.mean(gaps < near),
+        f"gap_from_{far:g}": lambda: np.mean(gaps >= far),
     }
+    return {"branches": len(gaps), **{name: float(of()) if len(gaps) else None for name, of in figures.items()}}
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -120,11 +125,15 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         raise ValueError(f"--repeats is how often to time, or 0 for not at all; got {args.repeats}")
     config = GenerationConfig(
         tree_width=args.tree_width, temperature=args.temperature, seed=args.seed, batch_size=args.batch_size,
-        max_new_tokens=args.max_new_tokens,
+        max_new_tokens=args.max_new_tokens, attention=args.attention,
     )  # fmt: skip
+    ways = parse_mesh(args.mesh or "data=1")
+    if args.faithfulness and ways["data"] * ways["fsdp"] > 1:
+        raise ValueError("--faithfulness takes prompts one by one, which the axes data and fsdp of --mesh cannot split")
     requests = read_requests(args)
-    target = jetspec_jax.load_target(args.model, dtype=args.dtype)
-    heads = [(name, jetspec_jax.load_draft_head(name, target)) for name in args.draft_head]
+    target = load_target(args)
+    revision = args.draft_head_revision
+    heads = [(name, jetspec_jax.load_draft_head(name, target, revision=revision)) for name in args.draft_head]
     prompts = to_prompts(args, target, requests, config.max_new_tokens)
     variants = [(name, head, budget) for name, head in heads for budget in budgets]
     for name, head, budget in variants:
@@ -160,17 +169,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m infer.acceptance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", default=EMBEDDED_TARGET, metavar="DIR|ID", help="the target (default: the shipped one)"
-    )
-    parser.add_argument(
-        "--draft-head",
-        nargs="+",
-        default=[str(EMBEDDED_HEAD)],
-        metavar="DIR|ID",
-        help="heads (default: the shipped one)",
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's")
+    add_model_flags(parser, nargs="+", default=[str(EMBEDDED_HEAD)], help="heads (default: the shipped one)")
     parser.add_argument("--budgets", nargs="+", default=["chain", "16", "64", "256"], help="(default: chain 16 64 256)")
     parser.add_argument("--tree-width", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
@@ -196,7 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code (2 for bad input, with one line on stderr)."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     args = make_parser().parse_args(argv)
-    jetspec_jax.enable_compilation_cache()
+    if not args.no_compilation_cache:
+        jetspec_jax.enable_compilation_cache()
     try:
         for row in measure(args):
             print(json.dumps(row), flush=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.decode import DecodeState, Drafter, LoopSpec, decode, draft_tree, is_eos, prefill
-from jetspec_jax.engine import GenerationConfig, bucket, prompt_chunk, prompt_ids, tree_shape
+from jetspec_jax.engine import GenerationConfig, bucket, computing, prompt_chunk, prompt_ids, tree_shape
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import Target
 from jetspec_jax.sampling import Sampling
@@ -36,18 +36,19 @@ def branch_gaps(
     Args:
         prompts: texts, or lists of token ids.
         budget: nodes of a tree, the root not counted; None is the head's chain.
-        config: its `tree_width` and `max_new_tokens` count; prompts go one by one.
+        config: its `tree_width`, `max_new_tokens` and `attention` count; prompts go one by one.
     """
     config = dataclasses.replace(config, method="jetspec" if budget else "chain", budget=budget or head.depth)
     shape = tree_shape(config, head, target.config.vocab_size)
+    spec = LoopSpec(shape, target.eos_token_ids, Sampling().mode)
     gaps: list[np.ndarray] = []
-    for prompt in prompts:
-        state = _prefilled(target, head, prompt_ids(target, prompt), config.max_new_tokens)
-        while not bool(state.finished[0]):
-            found, leaves = gaps_of_tree(target.model, head, state, shape, target.eos_token_ids)
-            gaps.append(np.asarray(found)[np.asarray(leaves)])
-            spec = LoopSpec(shape, target.eos_token_ids, Sampling().mode)
-            state = decode(target.model, head, state, np.int32(1), Sampling().knobs, spec=spec)
+    with computing(target):
+        for prompt in prompts:
+            state = _prefilled(target, head, prompt_ids(target, prompt), config)
+            while not bool(state.finished[0]):
+                found, leaves = gaps_of_tree(target.model, head, state, shape, target.eos_token_ids)
+                gaps.append(np.asarray(found)[np.asarray(leaves)])
+                state = decode(target.model, head, state, np.int32(1), Sampling().knobs, spec=spec)
     return np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
 
 
@@ -72,12 +73,12 @@ def gaps_of_tree(
     return gaps, (ends | ~has_child) & ~ended_before & (tree.depths > 0)
 
 
-def _prefilled(target: Target, head: DraftHead, row: list[int], max_new_tokens: int) -> DecodeState:
-    tokens = np.zeros((1, bucket(len(row) + max_new_tokens)), np.int32)
+def _prefilled(target: Target, head: DraftHead, row: list[int], config: GenerationConfig) -> DecodeState:
+    tokens = np.zeros((1, bucket(len(row) + config.max_new_tokens)), np.int32)
     tokens[0, : len(row)] = row
     lengths, seeds = np.array([len(row)], np.int32), np.zeros(1, np.uint32)
     mode, knobs = Sampling().mode, Sampling().knobs
     return prefill(
-        target.model, head, tokens, lengths, lengths + max_new_tokens, seeds, knobs,
-        eos_ids=target.eos_token_ids, mode=mode, chunk=prompt_chunk(len(row)),
+        target.model, head, tokens, lengths, lengths + config.max_new_tokens, seeds, knobs,
+        eos_ids=target.eos_token_ids, mode=mode, chunk=prompt_chunk(len(row)), attention=config.attention,
     )  # fmt: skip

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -16,12 +15,12 @@ import numpy as np
 
 import jetspec_jax
 from infer.display import Printer, legend, median_run, table
+from infer.models import add_model_flags, load_target
 from infer.prompts import Request, add_flags, read_prompt_file, read_requests, shown, thinking_mismatch, to_prompts
 from jetspec_jax.engine import METHODS, GenerationConfig, GenerationResult, check_attention, prompt_ids, top_two_gap
 from jetspec_jax.head import DraftHead
 from jetspec_jax.models import EMBEDDED_HEAD, EMBEDDED_TARGET, Target
-from jetspec_jax.sharding import check_batch, describe
-from kernels.pallas.tree_attention import BACKENDS
+from jetspec_jax.sharding import describe
 
 __all__ = ["main", "make_parser", "read_prompt_file"]
 
@@ -35,23 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
     parser = argparse.ArgumentParser(prog="python -m infer.generate", description=__doc__)
     defaults = GenerationConfig()
-    models = parser.add_argument_group("models")
-    models.add_argument(
-        "--model",
-        default=EMBEDDED_TARGET,
-        metavar="DIR|ID",
-        help="the target: a directory or a hub id, ::subfolder allowed (default: the small model that ships here)",
-    )
-    models.add_argument("--draft-head", metavar="DIR|ID", help="the draft head, likewise (default: the shipped one)")
-    models.add_argument("--revision", help="of a hub --model: a branch, tag or commit (default: its main branch)")
-    models.add_argument("--draft-head-revision", metavar="REVISION", help="likewise of a hub --draft-head")
-    models.add_argument(
-        "--mesh",
-        metavar="AXIS=SIZE,...",
-        help="devices to split target and head over, such as data=1,model=4; axes: data (batch), model (heads, MLPs, "
-        "vocabulary), expert, fsdp (batch and weights)",
-    )
-    models.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's")
+    add_model_flags(parser, help="the draft head, likewise (default: the shipped one)")
     add_flags(parser)
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument(
@@ -76,13 +59,6 @@ def make_parser() -> argparse.ArgumentParser:
     decoding.add_argument("--top-p", type=float, help=f"1 keeps all {sampling % 1}")
     decoding.add_argument("--min-p", type=float, help=f"0 keeps all {sampling % 0}")
     decoding.add_argument("--seed", type=int, default=defaults.seed, help="prompt i draws with seed + i")
-    decoding.add_argument(
-        "--attention",
-        choices=BACKENDS,
-        default=defaults.attention,
-        help="what computes attention: a Pallas kernel where one serves and XLA elsewhere, or one of them "
-        "(pallas is interpreted, and slow, on a CPU; default %(default)s)",
-    )
     decoding.add_argument("--batch-size", type=int, default=defaults.batch_size, help="prompts decoded together")
     decoding.add_argument(
         "--stop",
@@ -99,11 +75,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="decode plainly too and compare tokens; exits 1 if float32 tokens differ",
     )
     output.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout, nothing else")
-    output.add_argument(
-        "--no-compilation-cache",
-        action="store_true",
-        help="do not keep compiled programs in $XDG_CACHE_HOME/jetspec_jax",
-    )
     return parser
 
 
@@ -114,10 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = _config(args)
         requests = read_requests(args)
-        mesh = None if args.mesh is None else jetspec_jax.make_mesh(args.mesh)
-        target = jetspec_jax.load_target(args.model, dtype=args.dtype, mesh=mesh, revision=args.revision)
-        if mesh is not None:
-            check_batch(config.batch_size, mesh)
+        target = load_target(args)
         config, note = _with_model_defaults(config, args, target)
         head = _load_head(args, target, config)
         prompts = to_prompts(args, target, requests, config.max_new_tokens)
@@ -157,6 +125,8 @@ class _Session:
         if self.args.json:
             self._print_json(runs)
         else:
+            if self._quiet:
+                self._print_answers(results)
             print(f"\n{table(runs, self.config.batch_size)}")
             print("tau: tokens committed per target forward, after prefill; speed excludes compilation")
         return self._verify(results) if self.args.verify_lossless else 0
@@ -213,6 +183,11 @@ class _Session:
         size = self.config.batch_size
         return [median_run(ours, size), median_run(plain, size)]
 
+    def _print_answers(self, results: Sequence[GenerationResult]) -> None:
+        for request, result in zip(self.requests, results, strict=True):
+            answer = " ".join(map(str, result.token_ids)) if result.text is None else result.text
+            print(f"\n> {shown(request)}\n\n{answer}")
+
     def _print_json(self, runs: Sequence[Sequence[GenerationResult]]) -> None:
         for index, result in enumerate(runs[0]):
             row = {name: getattr(result, name) for name in _JSON_FIELDS}
@@ -253,12 +228,17 @@ def _config(args: argparse.Namespace) -> GenerationConfig:
 def _with_model_defaults(
     config: GenerationConfig, args: argparse.Namespace, target: Target
 ) -> tuple[GenerationConfig, str | None]:
-    """The config with the model's sampling where no flag says otherwise, and a line that names what came from there."""
+    """The config with the model's sampling where no flag says otherwise, and a line for people: what came from there,
+    or which flags greedy decoding leaves without effect."""
     taken = {name: getattr(target.sampling_defaults, name) for name in _SAMPLING if getattr(args, name) is None}
     config = dataclasses.replace(config, **taken)
     told = [f"{name} {taken[name]:g}" for name in taken if taken[name] != getattr(GenerationConfig(), name)]
-    if config.sampling.greedy or not told:
-        return config, None  # greedy decoding leaves the filters without effect
+    if config.sampling.greedy:
+        asked = [name for name in _SAMPLING if getattr(args, name) not in (None, getattr(GenerationConfig(), name))]
+        idle = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
+        return config, f"temperature 0 is greedy; without effect: {idle}" if idle else None
+    if not told:
+        return config, None
     return config, f"sampling: {', '.join(told)} from the model's generation_config.json (--temperature 0 is greedy)"
 
 
@@ -269,7 +249,7 @@ def _load_head(args: argparse.Namespace, target: Target, config: GenerationConfi
         raise ValueError("--draft-head-revision is for a hub --draft-head, and none was given")
     if config.method == "ar":
         return None
-    if pathlib.Path(args.model) != EMBEDDED_TARGET:
+    if target.path.resolve() != EMBEDDED_TARGET.resolve():
         raise ValueError("--model needs a --draft-head that was trained for it (or --method ar)")
     return jetspec_jax.load_draft_head(EMBEDDED_HEAD, target)
 

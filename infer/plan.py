@@ -30,11 +30,11 @@ from jetspec_jax.moe import ROUNDS
 from jetspec_jax.ops import argmax
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.shapes import TARGETS, head_shape
-from jetspec_jax.sharding import describe, make_mesh, misfits, parameter_spec, spec, use
+from jetspec_jax.sharding import batch_ways, check_batch, describe, make_mesh, misfits, parameter_spec, spec, use
 from jetspec_jax.target import TargetModel
 from jetspec_jax.tree import TreeShape
 from kernels.hlo import Work, roofline, work
-from kernels.pallas.tree_attention import BACKENDS, Backend
+from kernels.pallas.tree_attention import BACKENDS, Backend, Problem, check_backend
 from kernels.pallas.tree_attention.xla import chunk_size
 from kernels.topology import CHIPS, Chip, compiling_for, gpu_devices
 
@@ -273,16 +273,41 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+_LEAST = {"batch_size": 1, "context": 1, "budget": 0, "tree_width": 1, "parent_rank": 0, "search_steps": 0}
+
+
+def _shapes(args: argparse.Namespace) -> tuple[HeadConfig | None, TreeShape, Mesh]:
+    """The head, the trees and the mesh that the flags describe.
+
+    Raises:
+        ValueError: a flag is out of range, or model or batch cannot be split over the mesh.
+    """
+    for name, least in _LEAST.items():
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    if not args.budget and "draft" in args.step:
+        raise ValueError("--step draft has nothing to plan with --budget 0, which is plain decoding")
+    target, head, tree = TARGETS[args.model], None, TreeShape(0, 1, 0)
+    if args.budget:
+        head = head_shape(target, block_size=args.block_size, parent_rank=args.parent_rank)
+        tree = TreeShape(args.budget, min(args.tree_width, target.vocab_size), head.block_size - 1)
+    mesh = make_mesh(args.mesh, gpu_devices(args.chip, 8))
+    if problems := misfits(target, mesh):
+        raise ValueError(f"{args.model} cannot be split over {describe(mesh.shape)}: {'; '.join(problems)}")
+    check_batch(args.batch_size, mesh)
+    if args.attention == "pallas":
+        heads = target.num_attention_heads, target.num_key_value_heads, target.head_dim
+        rows = args.batch_size // batch_ways(mesh)
+        check_backend(Problem(rows, tree.nodes, *heads, args.context, None, jnp.dtype(jnp.bfloat16)), args.attention)
+    return head, tree, mesh
+
+
 def main() -> None:
-    """The command: a JSON object a step, and exit code 1 where one does not fit."""
+    """The command: a JSON object a step; exit code 1 where one does not fit, 2 for flags that cannot be planned."""
     args = _make_parser().parse_args()
     target = TARGETS[args.model]
-    head = head_shape(target, block_size=args.block_size, parent_rank=args.parent_rank) if args.budget else None
-    tree = TreeShape(args.budget, args.tree_width, head.block_size - 1) if head else TreeShape(0, 1, 0)
     try:
-        mesh = make_mesh(args.mesh, gpu_devices(args.chip, 8))
-        if problems := misfits(target, mesh):
-            raise ValueError(f"{args.model} cannot be split over {describe(mesh.shape)}: {'; '.join(problems)}")
+        head, tree, mesh = _shapes(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

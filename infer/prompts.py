@@ -70,7 +70,7 @@ def read_prompt_file(path: pathlib.Path) -> list[Request]:
             `{"messages": [...]}` (see `check_messages`); file and line are named.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON texts may hold the other line separators
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON texts may hold the other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts {path} cannot be read: {error}") from None
     requests: list[Request] = []

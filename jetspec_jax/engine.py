@@ -188,7 +188,8 @@ def generate(
     results: list[GenerationResult] = []
     for first in range(0, len(rows), config.batch_size):
         batch = slice(first, first + config.batch_size)
-        for progress in _run(target, head, rows[batch], draws[batch], first, config, rounds_per_call):
+        for padded in _run(target, head, rows[batch], draws[batch], first, config, rounds_per_call):
+            progress = _first_rows(padded, len(rows[batch]))
             if on_progress:
                 on_progress(progress)
         results += [_result(target, prompts[first + i], progress, i, config) for i in range(len(rows[batch]))]
@@ -308,7 +309,7 @@ def _run(
     if rounds_per_call is None and config.stop:
         rounds_per_call = _ROUNDS_PER_STOP_CHECK
     calls = _NO_LIMIT if rounds_per_call is None else np.int32(rounds_per_call)
-    with _compiling(target):
+    with computing(target):
         start_program = compiled(prefill, *inputs, **static)
         state = start_program.out_info
         loop_program = compiled(decode, target.model, drafter, state, calls, sampling.knobs, spec=spec)
@@ -352,10 +353,11 @@ class _StopTexts:
 
 
 @contextlib.contextmanager
-def _compiling(target: Target) -> Iterator[None]:
-    """The target's mesh in force, and full float32 products for a float32 target.
+def computing(target: Target) -> Iterator[None]:
+    """The target's mesh in force, and full float32 products for a float32 target: what `generate` computes under.
 
-    Accelerators otherwise round the operands of float32 products to fewer bits.
+    Accelerators otherwise round the operands of float32 products to fewer bits. Programs are compiled for what is in
+    force while they are traced.
     """
     exact = target.model.model.norm.weight[...].dtype == np.float32
     with jax.default_matmul_precision("highest" if exact else "default"), use(target.mesh):
@@ -369,6 +371,11 @@ def _progress(state: DecodeState, prompt_lengths: np.ndarray, first: int, starte
     tokens, lengths, token_rounds, drafted, rounds, finished = arrays
     seconds = time.perf_counter() - started
     return Progress(first, tokens, prompt_lengths, lengths + 1, token_rounds, drafted, rounds, finished, seconds)
+
+
+def _first_rows(progress: Progress, count: int) -> Progress:
+    """`progress` without the rows behind `count`, which only fill the batch."""
+    return Progress._make(x[:count] if isinstance(x, np.ndarray) else x for x in progress)
 
 
 def _result(
@@ -412,7 +419,7 @@ def top_two_gap(target: Target, tokens: Sequence[int]) -> float:
     by_row = [place(x, target.mesh, "batch") for x in (padded, before, before, seeds)]
     sampling, last = Sampling(), np.int32(tokens[-1])
     inputs = (target.model, NoDrafter(), *by_row, sampling.knobs)
-    with _compiling(target):
+    with computing(target):
         start = compiled(prefill, *inputs, eos_ids=(), mode=sampling.mode, chunk=prompt_chunk(len(tokens)))
         state = start(*inputs)
         logits = compiled(_logits_after, target.model, state, last)(target.model, state, last)

@@ -4,9 +4,8 @@ a few programs are compiled once."""
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from tiny import random_module
 
 from jetspec_jax.config import HeadConfig, TargetConfig
 from jetspec_jax.head import DraftHead
@@ -28,14 +27,6 @@ STARTS = ((0, 9), (0, 14))
 # First response tokens (of a document that is all response too), neighbours closer than a block, last ones.
 ANCHORS = np.array([[3, 5, 9, 17], [5, 12, 18, 22]], np.int32)
 FILLED = np.array([[0, 2, 0, 3], [0, 1, 3, 0]], np.int32)
-
-
-def random_module(kind, config, seed):
-    """A module with random matrices; its own initialisation takes seconds to compile."""
-    rng = np.random.default_rng(seed)
-    draw = lambda x: rng.normal(size=x.shape) / np.sqrt(x.shape[-1]) if x.ndim == 2 else np.ones(x.shape)  # noqa: E731
-    shapes = jax.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
-    return jax.tree.map(lambda x: jnp.asarray(draw(x).astype(np.float32)), shapes)
 
 
 def fresh_models(causal, layers=2, parent_rank=0):

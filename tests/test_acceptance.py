@@ -1,18 +1,22 @@
 """What infer.acceptance reports: gaps of branches are what plain forwards over their paths say, and tau is a share."""
 
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from drafts import TableDraft, tiny_target
+from tiny import head_config, random_module
 
-from infer.acceptance import interval, main
-from infer.faithfulness import gaps_of_tree
+from infer.acceptance import faithfulness, interval, main
+from infer.faithfulness import branch_gaps, gaps_of_tree
 from jetspec_jax.cache import KVCache
 from jetspec_jax.decode import draft_tree, prefill
-from jetspec_jax.models import EMBEDDED_HEAD, EMBEDDED_TARGET
+from jetspec_jax.engine import GenerationConfig
+from jetspec_jax.head import DraftHead
+from jetspec_jax.models import EMBEDDED_HEAD, EMBEDDED_TARGET, Target
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.tree import TreeShape
 from kernels.pallas.tree_attention import causal_mask
@@ -111,14 +115,18 @@ def test_the_interval_holds_tau_and_is_a_point_where_prompts_agree():
     assert 1 <= low < 66 / 21 < high <= 6
 
 
+REFUSED = [
+    (["--budgets", "none"], "--budgets takes numbers of nodes"),
+    (["--faithfulness", "--mesh", "data=2"], "--faithfulness takes prompts one by one"),
+]
+
+
 def test_the_command_reports_a_head_at_a_budget_and_refuses_bad_budgets_before_it_loads(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join((EMBEDDED_TARGET.parent / "held_out.jsonl").read_text().splitlines()[:2]))
-    flags = ["--prompts", str(prompts), "--batch-size", "2", "--max-new-tokens", "40"]
-    assert (
-        main([*flags, "--budgets", "chain", "--faithfulness", "--repeats", "1", "--draft-head", str(EMBEDDED_HEAD)])
-        == 0
-    )
+    flags = ["--prompts", str(prompts), "--batch-size", "2", "--max-new-tokens", "40", "--no-compilation-cache"]
+    flags += ["--draft-head", str(EMBEDDED_HEAD), "--mesh", "model=1"]
+    assert main([*flags, "--budgets", "chain", "--faithfulness", "--repeats", "1"]) == 0
     [row, speed] = map(json.loads, capsys.readouterr().out.splitlines())
     assert (row["draft_head"], row["budget"]) == (str(EMBEDDED_HEAD), "chain")
     assert row["tau"] == row["tokens"] / row["rounds"]
@@ -127,5 +135,30 @@ def test_the_command_reports_a_head_at_a_budget_and_refuses_bad_budgets_before_i
     assert 0 < row["gap_below_5"] <= 1
     assert (speed["draft_head"], speed["budget"]) == (row["draft_head"], row["budget"])
     assert speed["seconds"] > 0 and speed["speedup"] > 0
-    assert main(["--budgets", "none", "--model", "/nowhere"]) == 2
-    assert "--budgets takes numbers of nodes" in capsys.readouterr().err
+    for bad, part in REFUSED:
+        assert main([*bad, "--model", "/nowhere", "--no-compilation-cache"]) == 2
+        assert part in capsys.readouterr().err
+
+
+def test_figures_without_a_round_are_null(monkeypatch):
+    """An answer of one token is prefill's alone: no branch was drafted, and JSON has no NaN."""
+    monkeypatch.setattr("infer.acceptance.branch_gaps", lambda *_: np.zeros(0, np.float32))
+    row = faithfulness(None, None, [], None, GenerationConfig())
+    assert row.pop("branches") == 0
+    assert set(row.values()) == {None} and len(row) == 4
+
+
+def test_gaps_are_measured_with_the_engines_products(monkeypatch):
+    """Whole float32 products for a float32 target, which accelerators otherwise round."""
+    seen = []
+
+    def stop(*_, **__):
+        seen.append(jax.config.jax_default_matmul_precision)
+        raise RuntimeError("seen enough")
+
+    monkeypatch.setattr("infer.faithfulness.prefill", stop)
+    target = Target(tiny_target(0, vocab=VOCAB, logit_scale=4.0), None, (EOS,), pathlib.Path("none"))
+    head = random_module(DraftHead, head_config(VOCAB), 0)
+    with pytest.raises(RuntimeError, match="seen enough"):
+        branch_gaps(target, head, [[1, 2]], None, GenerationConfig())
+    assert seen == ["highest"]

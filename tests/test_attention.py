@@ -150,6 +150,14 @@ def test_a_contiguous_cache_is_the_trivial_page_table(backend):
     np.testing.assert_array_equal(out, attend(**args, backend=backend))
 
 
+def test_64_bit_types_change_no_bit(backend):
+    """With jax_enable_x64 a kernel still counts in int32; several programs share the prefix here."""
+    args = arguments(4, (600, 0), 33, capacity=700, page_size=16)
+    expected = attend(**args, backend=backend)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(attend(**args, backend=backend), expected)
+
+
 def test_scale_is_the_callers_and_large_scores_stay_finite(backend):
     """Scores of many thousand: the softmax is taken relative to its maximum, also across chunks."""
     args = arguments(3, (600, 90), 5, capacity=700)

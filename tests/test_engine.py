@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import random_module
 
 from jetspec_jax import (
     CheckpointError,
@@ -70,14 +70,6 @@ def compilations():
         yield found
     finally:
         active[0] = False
-
-
-def random_module(kind, config, seed):
-    """A module with random matrices; its own initialisation takes seconds to compile."""
-    rng = np.random.default_rng(seed)
-    draw = lambda x: rng.normal(size=x.shape) / np.sqrt(x.shape[-1]) if x.ndim == 2 else np.ones(x.shape)  # noqa: E731
-    shapes = jax.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
-    return jax.tree.map(lambda x: jnp.asarray(draw(x).astype(np.float32)), shapes)
 
 
 def fresh_target(**sizes):
@@ -222,6 +214,8 @@ def test_progress_grows_each_row_by_what_a_round_commits(target, head, sampled):
         assert [progress.rounds[row] for progress in steps] == np.minimum(range(len(steps)), result.rounds).tolist()
         assert steps[-1].finished.all() and not any(progress.finished.all() for progress in steps[:-1])
     assert all(a.seconds <= b.seconds for a, b in itertools.pairwise(seen) if a.first == b.first)
+    rows = [{len(x) for x in progress if isinstance(x, np.ndarray)} for progress in seen]
+    assert rows == [{min(2, len(PROMPTS) - progress.first)} for progress in seen]  # without those that fill the batch
 
 
 @pytest.mark.usefixtures("sampled")

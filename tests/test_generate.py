@@ -8,26 +8,24 @@ import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
+from tiny import SIZES, head_config, random_module, target_config
 
 import jetspec_jax
 import jetspec_jax.engine
 from infer.generate import main, read_prompt_file
 from infer.plan import large_copies, plan_steps
-from jetspec_jax.config import HeadConfig, TargetConfig
+from infer.plan import main as plan
 from jetspec_jax.head import DraftHead
+from jetspec_jax.models import EMBEDDED_TARGET
+from jetspec_jax.sharding import parse_mesh
 from jetspec_jax.target import TargetModel
 from jetspec_jax.tree import TreeShape
 from train.tokenizer import train_tokenizer
 
-LIMIT = 128
-SIZES = {
-    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "rope_theta": 1e4, "max_position_embeddings": LIMIT,
-}  # fmt: skip
-HEAD = {"num_hidden_layers": 1, "block_size": 4, "num_target_layers": 2, "target_layer_ids": (0, 1), "mask_token_id": 3}
+LIMIT = SIZES["max_position_embeddings"]
 FIELDS = {
     "prompt", "text", "token_ids", "prompt_tokens", "finish_reason", "rounds", "accepted_lengths",
     "mean_accepted_length", "budget", "method", "seconds", "tokens_per_second",
@@ -44,14 +42,6 @@ def _compile_quickly():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def random_module(kind, config, seed):
-    """A module with random matrices; its own initialisation takes seconds to compile."""
-    rng = np.random.default_rng(seed)
-    draw = lambda x: rng.normal(size=x.shape) / np.sqrt(x.shape[-1]) if x.ndim == 2 else np.ones(x.shape)  # noqa: E731
-    shapes = jax.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
-    return jax.tree.map(lambda x: jnp.asarray(draw(x).astype(np.float32)), shapes)
-
-
 def lines(path, *rows):
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
 
@@ -61,8 +51,7 @@ def root(tmp_path_factory):
     """A target with a tokenizer, its head, a head of another target, a target without a tokenizer; prompt files."""
     root = tmp_path_factory.mktemp("cli")
     words = train_tokenizer(TEXTS * 5, 280)
-    target = TargetConfig(**SIZES, vocab_size=len(words), num_hidden_layers=2)
-    head = HeadConfig(**SIZES, **HEAD, vocab_size=len(words), causal_head=True)
+    target, head = target_config(len(words)), head_config(len(words))
     other = dataclasses.replace(head, hidden_size=8, vocab_size=99, num_target_layers=5)
     model = random_module(TargetModel, target, 0)
     jetspec_jax.save_target(root / "target", model, eos_token_ids=(2,), tokenizer=words)
@@ -260,7 +249,71 @@ def test_plain_decoding_of_ids_needs_neither_head_nor_tokenizer(command):
     assert out.splitlines()[-2].split()[:2] == ["ar", "-"]
 
 
+def test_batched_answers_are_printed_too(command):
+    """Not as they come, but all of them, before the table."""
+    _, quiet, _ = command("--prompts", "{root}/prompts.jsonl", "--json")
+    answers = [json.loads(line)["text"] for line in quiet.splitlines()]
+    code, out, _ = command("--prompts", "{root}/prompts.jsonl", "--batch-size", "2")
+    assert code == 0
+    assert out.startswith("".join(f"\n> {text}\n\n{answer}\n" for text, answer in zip(TEXTS, answers)) + "\nmethod")
+
+
+def test_the_shipped_target_has_its_head_however_it_is_named(monkeypatch):
+    """Here by a path relative to the working directory."""
+
+    def stop(target, head, *_, **__):
+        raise RuntimeError(f"head of {head.config.num_target_layers} target layers")
+
+    monkeypatch.chdir(EMBEDDED_TARGET.parent)
+    monkeypatch.setattr(jetspec_jax, "generate", stop)
+    with pytest.raises(RuntimeError, match="head of"):
+        main(["--model", "target", "--prompt-ids", "1", "--json", "--no-compilation-cache"])
+
+
+def test_without_a_place_for_it_there_is_no_compilation_cache(tmp_path, monkeypatch, caplog):
+    """A warning, and generation goes on."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    before = jax.config.jax_compilation_cache_dir
+    assert jetspec_jax.enable_compilation_cache() is None
+    assert "no compilation cache in" in caplog.text and "XDG_CACHE_HOME" in caplog.text
+    assert jax.config.jax_compilation_cache_dir == before
+
+
 # The memory plan.
+
+
+def abstract_mesh(sizes):
+    shape = parse_mesh(sizes)
+    return AbstractMesh(tuple(shape.values()), tuple(shape))
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--budget -1", "--budget must be at least 0, got -1"),
+        ("--budget 0 --step draft", "--step draft has nothing to plan"),
+        ("--tree-width 0 --step draft", "--tree-width must be at least 1, got 0"),
+        ("--batch-size 0", "--batch-size must be at least 1, got 0"),
+        ("--context 0", "--context must be at least 1, got 0"),
+        ("--search-steps -1", "--search-steps must be at least 0, got -1"),
+        ("--parent-rank -1", "--parent-rank must be at least 0, got -1"),
+        ("--block-size 1", "block_size"),
+        ("--batch-size 3 --mesh data=2", "a batch of 3 cannot be split"),
+        ("--budget 600 --attention pallas", "nodes are more than 512"),
+    ],
+)
+def test_a_plan_of_flags_that_cannot_be_is_one_line_and_exit_code_2(flags, part, monkeypatch, capsys):
+    """1 is for what does not fit. The mesh is abstract, so that the CUDA plugin is not needed."""
+    monkeypatch.setattr("sys.argv", ["plan", *flags.split()])
+    monkeypatch.setattr("infer.plan.gpu_devices", lambda *_: [])
+    monkeypatch.setattr("infer.plan.make_mesh", lambda sizes, _: abstract_mesh(sizes))
+    with pytest.raises(SystemExit) as stop:
+        plan()
+    captured = capsys.readouterr()
+    assert (stop.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    assert captured.err.startswith("error: ") and part in captured.err
+
 
 HLO = """HloModule jit_decode, is_scheduled=true
 
@@ -306,8 +359,7 @@ def test_large_copies_are_those_outside_the_entry_from_the_threshold_on(threshol
 
 def test_steps_on_this_machine_update_their_state_in_place():
     """All of the state is aliased, no weight or cache array is copied in a loop, and arguments are counted."""
-    target = TargetConfig(**SIZES, vocab_size=64, num_hidden_layers=2)
-    head = HeadConfig(**SIZES, **HEAD, vocab_size=64, causal_head=True)
+    target, head = target_config(64), head_config(64)
     sizes = {"batch": 2, "capacity": 4096, "device": None, "dtype": jnp.float32}
     plans = plan_steps(target, head, tree=TreeShape(8, 4, 3), **sizes)
     plan = plans["decode"]

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed_case import TARGET, random_module
+from packed_case import TARGET
+from tiny import random_module
 
 from jetspec_jax.config import TargetConfig
 from jetspec_jax.path_tree import ParentTerm

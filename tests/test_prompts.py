@@ -149,6 +149,12 @@ def test_a_line_of_a_prompt_file_that_is_wrong_is_named(tmp_path, case):
     assert part in str(error.value)
 
 
+def test_a_byte_order_mark_before_a_file_is_no_part_of_it(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "hi"}\n', encoding="utf-8-sig")
+    assert read_prompt_file(path) == ["hi"]
+
+
 TEXT, IDS = ("--prompt", "hi"), ("--prompt-ids", "5,6")
 REFUSED = {
     "system for raw": ((*TEXT, "--raw", "--system", "x"), {}, ["--raw", "--system"]),
@@ -200,6 +206,16 @@ def test_the_models_sampling_holds_where_no_flag_says_otherwise(asked, flags, wa
     assert (config.temperature, config.top_k, config.top_p, config.min_p) == want
     assert config.sampling.greedy == (want[0] == 0)
     assert (told in errors) if told else ("generation_config" not in errors)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [(("--top-k", "3", "--top-p", "0.5"), "temperature 0 is greedy; without effect: --top-k, --top-p"),
+     (("--top-k", "0", "--top-p", "1"), None), (("--top-k", "3", "--temperature", "1"), None)],
+)  # fmt: skip
+def test_filters_that_greedy_decoding_ignores_are_told(asked, flags, told):
+    *_, errors = asked(*TEXT, *flags)
+    assert (told in errors) if told else ("greedy" not in errors)
 
 
 def test_without_defaults_of_the_model_decoding_is_greedy(asked):

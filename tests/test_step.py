@@ -12,7 +12,8 @@ import numpy as np
 import optax
 import pytest
 import virtual_devices
-from packed_case import HEAD, MASK, SIZES, TARGET, blocks_of, packed, random_module
+from packed_case import HEAD, MASK, SIZES, TARGET, blocks_of, packed
+from tiny import random_module
 
 from jetspec_jax.checkpoint import parameter_name
 from jetspec_jax.config import HeadConfig

@@ -182,25 +182,26 @@ def _kernel(
 ) -> None:
     """One program: rows `tile`, part `part` of their keys, for one batch row and kv head.
 
-    Index arrays address memory everywhere, for a masked element may lie outside: its pointer is never followed.
+    Index arrays address memory everywhere, for a masked element may lie outside: its pointer is never followed. They
+    are int32, whatever jax_enable_x64 says.
     """
     nodes, group, head_dim = query_ref.shape
     tile, part = pl.program_id(0), pl.program_id(1)
-    row = tile * config.block_rows + jnp.arange(config.block_rows)
+    row = tile * config.block_rows + jnp.arange(config.block_rows, dtype=jnp.int32)
     node, member = row // group, row % group
     real = node < nodes
-    features = jnp.arange(head_dim)[None]
+    features = jnp.arange(head_dim, dtype=jnp.int32)[None]
     query = _load(query_ref, (node[:, None], member[:, None], features), real[:, None])
     include = functools.partial(_include, query=query, scale=scale * math.log2(math.e))
 
     page_size = None if table_ref is None else cache_key_ref.shape[1]
     capacity = cache_key_ref.shape[0] if page_size is None else table_ref.shape[0] * page_size
     length = jnp.minimum(length_ref[()], capacity)
-    tiles = pl.cdiv(length, config.block_keys)
-    share = pl.cdiv(tiles, splits)
+    tiles = pl.cdiv(length, jnp.int32(config.block_keys))
+    share = pl.cdiv(tiles, jnp.int32(splits))
 
     def prefix_tile(index: jax.Array, state: Running) -> Running:
-        keys = index * config.block_keys + jnp.arange(config.block_keys)
+        keys = index * config.block_keys + jnp.arange(config.block_keys, dtype=jnp.int32)
         live = keys < length
         where: tuple[jax.Array, ...] = (keys[:, None], features)
         if page_size is not None:
@@ -211,7 +212,7 @@ def _kernel(
         return include(state, *loaded, live[None])
 
     def own_tile(index: jax.Array, state: Running) -> Running:
-        keys = index * config.block_keys + jnp.arange(config.block_keys)
+        keys = index * config.block_keys + jnp.arange(config.block_keys, dtype=jnp.int32)
         live = keys < nodes
         where = (keys[:, None], features)
         loaded = _load(key_ref, where, live[:, None]), _load(value_ref, where, live[:, None])

@@ -54,7 +54,7 @@ def attend(
         # The last chunk is moved back to fit; the rows that it repeats are masked by `start`.
         start = jnp.minimum(index * size, capacity - size)
         keys, values = (_rows(cache, page_table, start, size) for cache in (cache_key, cache_value))
-        rows = start + jnp.arange(size)
+        rows = start + jnp.arange(size, dtype=jnp.int32)
         live = (rows >= index * size)[None] & (rows[None] < lengths[:, None])
         values = jnp.where(live[:, None, :, None], values, jnp.zeros((), values.dtype))
         return _include(state, grouped, keys, values, live[:, None, None], scale)
