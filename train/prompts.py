@@ -8,13 +8,8 @@ from typing import Any
 
 import numpy as np
 
-<<<<<<< HEAD
 from jetspec_jax.chat import Message, chat_prompt, check_messages, check_text
-from jetspec_jax.engine import check_prompt
-=======
-from jetspec_jax.chat import Message, chat_prompt, check_messages
 from jetspec_jax.engine import check_prompt, prompt_ids
->>>>>>> fix_engine
 from jetspec_jax.models import Target
 from train.rows import good_rows, left_out, open_rows
 from train.tasks import problems
