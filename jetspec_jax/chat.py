@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from jetspec_jax.models import Target
+from jetspec_jax.text import check_text
 
 Message = Mapping[str, str]
 ROLES = ("system", "user", "assistant")
@@ -142,14 +143,6 @@ def _render(
         )
     except TemplateError as error:
         raise ValueError(f"the chat template of {target.path} refuses the messages: {error}") from None
-
-
-def check_text(name: str, text: str) -> None:
-    """Raises ValueError for a text that no tokenizer reads: JSON can write half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} holds half of a character, {text[error.start]!r}") from None
 
 
 def check_messages(messages: object, last: str = "user") -> None:

@@ -21,7 +21,7 @@ from jetspec_jax.models import Target, check_head
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.sharding import batch_ways, check_batch, place, use
 from jetspec_jax.target import TargetModel
-from jetspec_jax.text import TextStream, decode_tokens, decode_until, encode_text
+from jetspec_jax.text import TextStream, check_text, decode_tokens, decode_until, encode_text
 from jetspec_jax.tree import TreeShape
 from kernels.pallas.tree_attention import BACKENDS, Backend, Problem, causal_mask, check_backend
 
@@ -211,7 +211,8 @@ def prompt_ids(target: Target, prompt: str | Sequence[int], where: str = "the pr
     """The token ids of a prompt; texts as `encode_text` gives them.
 
     Raises:
-        ValueError: it is a text and there is no tokenizer, or it is neither text nor ids; the message names `where`.
+        ValueError: it is a text that no tokenizer reads or there is no tokenizer, or it is neither text nor ids; the
+            message names `where`.
     """
     if not isinstance(prompt, str):
         try:
@@ -221,6 +222,7 @@ def prompt_ids(target: Target, prompt: str | Sequence[int], where: str = "the pr
                 f"{where} is {str(prompt)[:40]!r}, expected a text or a list of token ids; prompts come in a list, "
                 "such as [[1, 2, 3]], and messages become a text by chat_prompt"
             ) from None
+    check_text(where, prompt)
     if target.tokenizer is None:
         raise ValueError(f"{target.path} has no tokenizer, so that prompts must be token ids (--prompt-ids 1,2,3)")
     return encode_text(target.tokenizer, prompt)

@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece."""
+"""Texts to tokens, and tokens to text, piece by piece."""
 
 from __future__ import annotations
 
@@ -70,6 +70,14 @@ class TextStream:
 
     def _decode(self, start: int) -> str:
         return decode_tokens(self._tokenizer, self._tokens[start:])
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises ValueError for a text that no tokenizer reads: JSON can write half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half of a character, {text[error.start]!r}") from None
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -256,6 +256,7 @@ REFUSED = {
     "negative id": ([[1, -1]], {}, ["prompt 0", "id -1", "12"]),
     "id past the vocabulary": ([[12]], {}, ["id 12", "0 to 11"]),
     "text without a tokenizer": (["hello"], {}, ["no tokenizer", "token ids"]),
+    "half of a character": (["hi \ud83d there"], {}, ["prompt 0", "half of a character"]),
     "one prompt's ids": ([1, 2, 3], {}, ["prompt 0 is '1'", "list of token ids", "[[1, 2, 3]]"]),
     "messages": ([[{"role": "user", "content": "hi"}]], {}, ["prompt 0 is", "role", "chat_prompt"]),
     "a message": ({"role": "user", "content": "hi"}, {}, ["prompts must be a list", "role"]),

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.chat import Message, chat_prompt, check_messages, check_text
+from jetspec_jax.chat import Message, chat_prompt, check_messages
 from jetspec_jax.engine import check_prompt, prompt_ids
 from jetspec_jax.models import Target
+from jetspec_jax.text import check_text
 from train.rows import good_rows, left_out, open_rows
 from train.tasks import problems
 

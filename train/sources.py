@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.chat import chat_answers, check_messages, check_text, thinking_mode
+from jetspec_jax.chat import chat_answers, check_messages, thinking_mode
 from jetspec_jax.models import Target
-from jetspec_jax.text import encode_text
+from jetspec_jax.text import check_text, encode_text
 from train.data import Document, document
 from train.manifest import DATA, MANIFEST, Manifest, model_digest
 from train.rows import Rows, good_rows, open_rows
