@@ -209,7 +209,7 @@ def test_two_processes_cannot_share_a_directory(whole, run, capsys):
 def test_bad_flags_are_one_line_before_any_work(run, tmp_path, capsys):
     for flags, error in (
         (("--prompts", tmp_path / "none.jsonl"), "none.jsonl cannot be read"),
-        (("--batch-size", 0), "batch_size must be at least 1"),
+        (("--batch-size", 0), "batch_size must be an integer of at least 1"),
         (("--out", __file__), "test_regenerate.py is a file; give a directory"),
         (("--model", tmp_path / "none"), "is not a directory"),
         (("--thinking",), "has no enable_thinking"),
