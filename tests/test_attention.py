@@ -99,21 +99,6 @@ def test_what_lies_past_the_length_changes_no_bit(backend, nodes, capacity, leng
     check(args, backend)
 
 
-@pytest.mark.parametrize("poison", POISONS[:2])
-def test_a_node_that_is_not_finite_changes_no_bit_of_those_that_do_not_see_it(backend, poison):
-    """A drafted token may overflow a narrow dtype; nodes that see it are told by NaN, also of one infinite feature."""
-    mask = np.tril(np.ones((1, 33, 33), bool))
-    mask[:, 8:, 7] = mask[:, 20:, 19] = False
-    args = arguments(6, (5,), 33, capacity=40, mask=mask)
-    clean = np.asarray(attend(**args, backend=backend))
-    args["key"][:, 7] = args["value"][:, 7] = poison
-    args["value"][:, 19, 0, 3] = poison
-    out = np.asarray(attend(**args, backend=backend))
-    assert np.isnan(out[:, 7]).all() and np.isnan(out[:, 19, :2]).all()
-    others = np.delete(np.arange(33), [7, 19])
-    np.testing.assert_array_equal(out[:, others], clean[:, others])
-
-
 def test_nodes_that_see_nothing_give_exactly_zero_and_change_no_other(backend):
     """Random masks with empty rows, of sequences without a prefix; 33 nodes leave spare bits in the last word."""
     mask = np.random.default_rng(1).random((2, 33, 33)) < 0.5
