@@ -42,8 +42,8 @@ def tree_attention(
 
     Args:
         query: `[B, N, H, D]`.
-        key, value: `[B, N, K, D]`, the block's own; finite, since 0 times an infinite value is NaN for every node of the
-            row. A guard here would cost up to 2% of a verify forward, for numbers that spoil plain decoding as well.
+        key, value: `[B, N, K, D]`, the block's own; finite, since 0 times an infinite value is NaN for every node of
+            the row. A guard would cost up to 2% of a verify forward, for numbers that spoil plain decoding as well.
         cache_key, cache_value: `[B, K, L, D]`, or `[P, K, S, D]` with a page table; rows at or past `lengths` and
             pages that no row uses are never read into a result, whatever they hold (NaN included).
         lengths: `int32[B]`, prefix rows that every node of the batch row sees.
